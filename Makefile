@@ -55,7 +55,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m tools.measures
 
-# The measures of the codebase, with what each verb imports and the way of a chat request through it.
+# The measures of the codebase, with what each verb imports and the path of a chat request through the code.
 measures: $(STAMP)
 	$(BIN)/python -m tools.measures --verbs --trace
 

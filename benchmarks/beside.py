@@ -1,12 +1,12 @@
-"""Time to first token of clients beside bulk work, a batch or a million tokens of embeddings, against the same without.
+"""Effect of bulk work on clients: time to first token with and without a batch or a million tokens of embeddings.
 
     python -m benchmarks.beside batch
     python -m benchmarks.beside embeddings
     python -m benchmarks.beside batch --model hf://Qwen/Qwen3-0.6B --rate 1 --input-len 256
 
-One server, and turns of an open loop against it, each with prompts of its own: once with nothing else to do and once
-beside more bulk work than the turn can answer, in alternating order. The ratio of the two p95 has an interval
-of 95 %, by bootstrap over the pairs of turns and the requests in them.
+One server is loaded by an open loop of clients in turns, each with new prompts: alternately without other work and with
+more bulk work than the turn can complete. The ratio of the two p95 values has a 95 % interval, by bootstrap over the
+pairs of turns and the requests in them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ WAIT_LIMIT_S = 120.0
 
 
 class BulkWork(Protocol):
-    """Work that a server does beside its clients' requests."""
+    """Bulk work for a server in addition to its clients' requests."""
 
     unit: str
 
     def running(self) -> AbstractContextManager[list[int]]:
-        """Bulk work until the block ends; then the list holds how many units of it were done."""
+        """Run bulk work until the block ends; the list then holds the number of completed units."""
         ...
 
 
 class Embeddings:
-    """Requests for vectors of a thousand inputs, one after the other: about as many tokens as a body may hold."""
+    """Embedding requests of a thousand inputs each, one after the other: about the maximum tokens of a body."""
 
     unit = "prompt tokens"
     NUM_INPUTS = 1_000
@@ -85,7 +85,7 @@ class Embeddings:
             client.close()
             worker.join()
         if failures:
-            raise SystemExit(f"embeddings were refused: {failures[0]}")
+            raise SystemExit(f"embeddings failed: {failures[0]}")
 
     def _prompt_tokens(self) -> int:
         text = httpx2.get(f"{self._url}/metrics", trust_env=False).text
@@ -95,7 +95,7 @@ class Embeddings:
 
 
 class Batches:
-    """The Batch API of a server."""
+    """Batches of a server's Batch API."""
 
     unit = "requests"
 
@@ -136,7 +136,7 @@ class Batches:
             counts = self._until(batch["id"], *ENDED)["request_counts"]
             done.append(counts["completed"])
         if counts["completed"] == counts["total"]:
-            raise SystemExit("the batch was over before its turn was: give more --batch-requests")
+            raise SystemExit("the batch ended before its turn; increase --batch-requests")
 
     def _until(self, batch_id: str, *statuses: str) -> dict[str, Any]:
         until_s = time.monotonic() + WAIT_LIMIT_S
@@ -145,13 +145,13 @@ class Batches:
             if batch["status"] in statuses:
                 return batch
             time.sleep(0.05)
-        raise SystemExit(f"the batch was not {' or '.join(statuses)} within {WAIT_LIMIT_S:g} s")
+        raise SystemExit(f"the batch did not become {' or '.join(statuses)} within {WAIT_LIMIT_S:g} s")
 
 
 def ratio_with_interval(
     without: Sequence[Sequence[float]], beside: Sequence[Sequence[float]]
 ) -> tuple[float, float, float]:
-    """The ratio of the two p95 over all turns, and its interval: pairs of turns are drawn, and requests in them."""
+    """Ratio of the two p95 values over all turns with its interval, by resampling pairs of turns and their requests."""
     random = np.random.default_rng(0)
     sides = [[np.asarray(turn) for turn in side] for side in (without, beside)]
     drawn = []
@@ -169,13 +169,13 @@ def main() -> None:
     parser.add_argument("beside", choices=("batch", "embeddings"))
     parser.add_argument("--model", default="pocket://")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--requests", type=int, default=60, help="of clients, a turn")
-    parser.add_argument("--rate", type=float, default=5.0, help="of clients, requests a second")
+    parser.add_argument("--requests", type=int, default=60, help="client requests per turn (default: 60)")
+    parser.add_argument("--rate", type=float, default=5.0, help="client requests per second (default: 5)")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--batch-requests", type=int, default=20_000)
     parser.add_argument("--batch-output-len", type=int, default=64)
-    parser.add_argument("--embedding-len", type=int, default=500, help="tokens of one of 1,000 inputs")
+    parser.add_argument("--embedding-len", type=int, default=500, help="tokens per input of 1,000 inputs")
     arguments = parser.parse_args()
     server = start_server("served", own_server(arguments.model, available_cores(), SERVED))
     target = server.target
@@ -197,7 +197,7 @@ def main() -> None:
         answered, beside_s = 0, 0.0
         for number in range(1, arguments.rounds + 1):
             for side in ("without", "beside") if number % 2 else ("beside", "without"):
-                seed = 2 * number + (side == "beside")  # prompts of their own: none is in the cache
+                seed = 2 * number + (side == "beside")  # new prompts: none is in the cache
                 if side == "without":
                     times[side].append(turn(seed))
                     continue

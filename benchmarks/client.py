@@ -1,9 +1,9 @@
-"""What an event of a stream costs the client: the load generator's own against httpx2, each on asyncio and on uvloop.
+"""Client cost per streamed event: the load generator's client against httpx2, each on asyncio and on uvloop.
 
     python -m benchmarks.client
 
-A server process that computes nothing streams the same events to 32 connections, paced so that nobody waits for it.
-Processor time of this process per event, medians over interleaved rounds.
+A server process without a model streams the same events to 32 connections, paced so that no client waits. Figures are
+processor time of this process per event, medians over interleaved rounds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def listen() -> None:
 
 
 async def ours(target: Target, connections: int, requests: int) -> int:
-    """Events read by the load generator's client."""
+    """Number of events read by the load generator's client."""
     request = target.post(PATH, BODY)
 
     async def one(client: Client) -> int:
@@ -71,7 +71,7 @@ async def ours(target: Target, connections: int, requests: int) -> int:
 
 
 async def with_httpx2(target: Target, connections: int, requests: int) -> int:
-    """Events read by httpx2, with the time of each and nothing parsed either."""
+    """Number of events read by httpx2, with their times and without parsing."""
 
     async def one(client: httpx2.AsyncClient) -> int:
         reads: list[tuple[float, bytes]] = []
@@ -101,7 +101,7 @@ def cpu_us(measured: Measured, loop: Loop, target: Target, connections: int, req
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=4, help="one after another, on each connection")
+    parser.add_argument("--requests", type=int, default=4, help="sequential requests per connection (default: 4)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--listen", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

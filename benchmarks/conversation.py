@@ -1,15 +1,14 @@
-"""A conversation whose turns repeat all before them: cached tokens and time to the first token of each, warm beside
-cold, and whether the answers are the same.
+"""Multi-turn conversations: cached tokens and time to first token per turn, with and without a warm prefix cache.
 
     python -m tools.random_models gguf smollm2-135m Q8_0 model.gguf
     python -m benchmarks.conversation model.gguf
     python -m benchmarks.conversation 'stub://s?token_us=100'
 
-Cold is the same prompt under a salt that nobody else has, so nothing of it is found; warm and cold take turns, in an
-order that changes from turn to turn. Figures are medians over the rounds, each a conversation of its own; ratios are
-medians of ratios, with the least and the largest. CPU seconds are the whole process's. Where the executor's decoding
-gives a prompt's bits, answers are found again, and cached tokens are all full blocks of the turn before.
-"""
+Cold turns have the same prompt with a unique cache salt, so the cache has nothing for them. Warm and cold turns
+alternate, in an order that changes from turn to turn. Figures are medians over rounds with a new conversation each;
+ratios are medians of ratios with minimum and maximum. CPU seconds are those of the whole process. If the executor's
+decoding computes the same bits as a prefill, the cache also holds answers, so all full blocks of the previous turn are
+cached. The benchmark also checks that warm and cold answers are equal."""
 
 from __future__ import annotations
 
@@ -28,16 +27,16 @@ from lockstep.executors.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One answer, and what its first token took."""
+class TimedAnswer:
+    """One answer with the time to its first token."""
 
     output: RequestOutput
     wall_ms: float
     cpu_ms: float
 
 
-def ask(engine: Engine, prompt: tuple[int, ...], num_output: int, salt: str) -> Asked:
-    """Answer a prompt alone."""
+def ask(engine: Engine, prompt: tuple[int, ...], num_output: int, salt: str) -> TimedAnswer:
+    """Answer a prompt without concurrent requests."""
     params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True, logprobs=1)
     first: list[tuple[float, float]] = []
     last: list[RequestOutput] = []
@@ -51,11 +50,11 @@ def ask(engine: Engine, prompt: tuple[int, ...], num_output: int, salt: str) -> 
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     engine.submit(GenerationRequest(prompt, params, cache_salt=salt), take)
     engine.run_until_idle()
-    return Asked(last[0], (first[0][0] - wall_s) * 1e3, (first[0][1] - cpu_s) * 1e3)
+    return TimedAnswer(last[0], (first[0][0] - wall_s) * 1e3, (first[0][1] - cpu_s) * 1e3)
 
 
-def converse(engine: Engine, seed: int, options: argparse.Namespace) -> list[tuple[Asked, Asked]]:
-    """The turns of one conversation, each warm and cold."""
+def converse(engine: Engine, seed: int, options: argparse.Namespace) -> list[tuple[TimedAnswer, TimedAnswer]]:
+    """Turns of one conversation, each as a warm and a cold answer."""
     rng = random.Random(seed)
     size = engine.model.vocab_size
 
@@ -67,26 +66,26 @@ def converse(engine: Engine, seed: int, options: argparse.Namespace) -> list[tup
     for turn in range(options.turns):
         salts = {"warm": f"{seed}", "cold": f"{seed} {turn}"}
         order = ("warm", "cold") if (seed + turn) % 2 else ("cold", "warm")
-        asked = {way: ask(engine, prompt, options.output, salts[way]) for way in order}
-        warm, cold = asked["warm"], asked["cold"]
-        assert cold.output.num_cached_tokens == 0, "cold finds nothing"
-        assert said(warm.output) == said(cold.output), f"turn {turn}: the cache changed the answer"
+        answers = {way: ask(engine, prompt, options.output, salts[way]) for way in order}
+        warm, cold = answers["warm"], answers["cold"]
+        assert cold.output.num_cached_tokens == 0, "a cold turn has no cached tokens"
+        assert content_of(warm.output) == content_of(cold.output), f"turn {turn}: the cache changed the answer"
         turns.append((warm, cold))
         prompt += (*warm.output.completions[0].token_ids, *words(options.message))
     return turns
 
 
-def said(output: RequestOutput) -> tuple[object, ...]:
+def content_of(output: RequestOutput) -> tuple[object, ...]:
     completion = output.completions[0]
     return completion.token_ids, completion.logprobs
 
 
-def times(asked: tuple[Asked, ...]) -> str:
-    wall, cpu = (statistics.median(getattr(each, field) for each in asked) for field in ("wall_ms", "cpu_ms"))
+def times(answers: tuple[TimedAnswer, ...]) -> str:
+    wall, cpu = (statistics.median(getattr(each, field) for each in answers) for field in ("wall_ms", "cpu_ms"))
     return f"{wall:8.1f} ({cpu:7.1f})"
 
 
-def show(rounds: list[list[tuple[Asked, Asked]]]) -> None:
+def show(rounds: list[list[tuple[TimedAnswer, TimedAnswer]]]) -> None:
     print("turn  prompt  cached  to compute   warm ms (CPU)      cold ms (CPU)   warm / cold")
     for turn, row in enumerate(zip(*rounds, strict=True), 1):
         [(length, cached)] = {(len(w.output.prompt_token_ids), w.output.num_cached_tokens) for w, _ in row}
@@ -97,25 +96,25 @@ def show(rounds: list[list[tuple[Asked, Asked]]]) -> None:
 
 
 def main() -> None:
-    """Load the model, converse, print the table."""
+    """Load the model, run the conversations, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="artifact; see tools.random_models")
+    parser.add_argument("model", help="artifact, such as one of tools.random_models")
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--first", type=int, default=800, help="tokens of the first prompt")
-    parser.add_argument("--message", type=int, default=24, help="tokens of each message after it")
-    parser.add_argument("--output", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--first", type=int, default=800, help="tokens of the first prompt (default: 800)")
+    parser.add_argument("--message", type=int, default=24, help="tokens of each later message (default: 24)")
+    parser.add_argument("--output", type=int, default=128, help="tokens of each answer (default: 128)")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     length = options.first + options.turns * (options.message + options.output)
     model, config = load_model(options.model, LoadOptions(EngineOptions(max_num_seqs=4)))
     if length > config.max_model_len:
-        parser.error(f"the conversation comes to {length} tokens; this model takes {config.max_model_len}")
+        parser.error(f"the conversation has {length} tokens; the maximum of this model is {config.max_model_len}")
     engine = Engine(model, config)
     found = "found again" if config.enable_prefix_caching else "not found again"
     print(f"{model.name}, blocks of {config.block_size}, answers are {found}")
     ask(engine, tuple(range(40, 80)), 4, "warming up")
     show([converse(engine, seed, options) for seed in range(options.rounds)])
-    print("every answer is the same warm and cold: tokens and log-probabilities")
+    print("all warm and cold answers are equal in tokens and log-probabilities")
     model.close()
 
 

@@ -1,11 +1,11 @@
-"""The dashboard under load: frames and long tasks of the page, and what an open page costs its server.
+"""Dashboard under load: frames and long tasks of the page, and the processor time that an open page costs its server.
 
     python -m benchmarks.dashboard page     # 50 models, 64 streams, Chromium
     python -m benchmarks.dashboard cost     # 32 streams, with a page and without in turns
 
-The cost is measured without a browser, which would take the processor from the server: a client asks what the page
-asks, as often, and reads the events as fast as they come. Minutes with and without take turns; the load is
-paced, so that both answer the same requests.
+The cost is measured without a browser, which would take processor time from the server: a client sends the page's
+requests at the same rate and reads the events as fast as they arrive. Intervals with and without the client alternate.
+The load is paced, so both kinds of intervals have the same requests.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 DENSITY = Path(__file__).resolve().parents[1] / "examples" / "density-50.yaml"
 POLL_S = 2.0
 POLLED = {"/v1/cluster": 1, "/v1/requests?limit=20": 1, "/v1/stats": 3, "/v1/logs?after=": 2}
-"""What the page asks for, each in every so many of its polls; the number of the last line that it has follows."""
+"""Paths that the page polls, each with its interval in polls; the last path ends in the number of the last known
+line."""
 READY = "lockstep: ready on "
 PROMPT = "My invoice of last month has one position twice, and nobody answers. What can I do? " * 3
 MAX_TOKENS = 64
 MARGIN_S = 2.0
-"""After the streams began and before the page is opened."""
+"""Delay between the start of the streams and the opening of the page."""
 WATCH = """() => {
   window.watched = { tasks: [], gaps: [] };
   new PerformanceObserver(list => {
@@ -51,14 +52,14 @@ WATCH = """() => {
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
-    """A real server process: its address and itself."""
+    """Server process with its address."""
     command = [sys.executable, "-m", "lockstep", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None
         line = next((each for each in process.stdout if each.startswith(READY)), "")
         if not line:
-            raise SystemExit("the server did not get ready")
+            raise SystemExit("the server did not become ready")
         yield line.removeprefix(READY).split(",")[0].strip(), psutil.Process(process.pid)
     finally:
         process.terminate()
@@ -67,7 +68,7 @@ def serving(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
 
 @contextmanager
 def streaming(url: str, num_streams: int, models: Sequence[str], period_s: float) -> Iterator[None]:
-    """So many clients in a process of their own, each of which begins a stream every period, or as one ends."""
+    """Clients in a separate process, each of which begins a stream every period, or when one ends."""
     work = multiprocessing.get_context("spawn").Process(target=_stream_all, args=(url, num_streams, models, period_s))
     work.start()
     try:
@@ -105,13 +106,13 @@ def _stream_all(url: str, num_streams: int, models: Sequence[str], period_s: flo
 
 
 def models_of(url: str) -> list[str]:
-    """Every model that is loaded now."""
+    """Names of all loaded models."""
     with httpx2.Client(base_url=url, trust_env=False, verify=False) as client:
         return [each["id"] for each in client.get("/v1/cluster").json()["models"] if each["state"] == "resident"]
 
 
 def measured_page(page: Page, url: str, duration_s: float) -> dict[str, Any]:
-    """Long tasks and gaps between frames of a page that is opened now, as `[begin, duration]` in milliseconds each."""
+    """Long tasks and gaps between frames of a newly opened page, as `[begin, duration]` in milliseconds."""
     page.add_init_script(f"({WATCH})()")
     page.goto(f"{url}/")
     page.wait_for_timeout(duration_s * 1e3)
@@ -122,13 +123,13 @@ def measured_page(page: Page, url: str, duration_s: float) -> dict[str, Any]:
 
 
 def p99(values: Sequence[float]) -> float:
-    """Nearest rank; 0 of none."""
+    """99th percentile by nearest rank; 0 for no values."""
     ordered = sorted(values)
     return ordered[max(0, -(-99 * len(ordered) // 100) - 1)] if ordered else 0.0
 
 
 def page_under_load(num_streams: int, duration_s: float, step_ms: float) -> None:
-    """Print frames and long tasks of the page beside the streams."""
+    """Print frames and long tasks of the page during the streams."""
     from tests.browser import chromium
 
     with serving("--manifest", str(DENSITY), "--backend", "stub") as (url, _), chromium() as browser:
@@ -146,7 +147,7 @@ def page_under_load(num_streams: int, duration_s: float, step_ms: float) -> None
 
 
 async def watch(url: str) -> None:
-    """Ask as the page does, until cancelled."""
+    """Send the page's requests until cancelled."""
     async with httpx2.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=False) as client:
 
         async def events() -> None:
@@ -180,7 +181,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def cost_of_a_page(arguments: Sequence[str], num_streams: int, rounds: int, duration_s: float, period_s: float) -> None:
-    """Print the processor time of the server with an open page and without, in turns."""
+    """Print the processor time of the server with and without an open page, alternately."""
     ratios: list[float] = []
     with serving(*arguments) as (url, server), streaming(url, num_streams, models_of(url), period_s):
         for number in range(rounds):
@@ -207,7 +208,9 @@ def cost_of_a_page(arguments: Sequence[str], num_streams: int, rounds: int, dura
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("page", "cost"))
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the page, or of each turn")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="duration of the page or of each turn in seconds (default: 60)"
+    )
     parser.add_argument("--streams", type=int, help="at once; 64 beside the page, 32 for the cost")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default="stub://one?step_ms=30", help="that the cost is measured with")

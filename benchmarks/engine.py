@@ -1,10 +1,10 @@
-"""What the engine costs around the forward pass, part by part, and what share of a real step that is.
+"""Engine overhead: cost of each part of a step around the forward pass, and its share of a complete step.
 
-    python -m benchmarks.engine                          # engine alone, on an executor that computes nothing
-    python -m benchmarks.engine --model model.gguf       # beside it, the share of a real model's step
+    python -m benchmarks.engine                          # engine alone, with an executor without computation
+    python -m benchmarks.engine --model model.gguf       # also the share of a complete step of a model
 
-Every part is timed inside one run; medians over decode steps with all sequences running. Ratios count: this is no quiet
-machine.
+Every part is measured inside one run; figures are medians over decode steps with all sequences running. Compare ratios,
+because the machine is shared.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NullExecutor:
 
 
 class Stopwatch:
-    """Seconds per part of a step, by wrapping the functions that the loop calls."""
+    """Seconds per part of a step, measured by wrapping the functions that the loop calls."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -90,7 +90,7 @@ class Stopwatch:
 
 
 def watch(engine: Engine, watch: Stopwatch) -> None:
-    """Put the stopwatch around each part; the loop itself stays the product's."""
+    """Wrap each part of the engine's loop with the stopwatch."""
     processor, requests, executor = engine._processor, engine._requests, engine.model.executor
     engine.scheduler.schedule = watch.wrap("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]  # a measurement from outside
     engine.scheduler.commit = watch.wrap("commit", engine.scheduler.commit)  # type: ignore[method-assign]  # measured from outside
@@ -145,7 +145,7 @@ def report(title: str, stopwatch: Stopwatch, num_sequences: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model whose real step is measured too")
+    parser.add_argument("--model", help="additional model whose complete step is measured")
     parser.add_argument("--sequences", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompt-tokens", type=int, default=200)

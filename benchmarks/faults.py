@@ -1,12 +1,12 @@
-"""How soon everybody is answered again after a fault, and what clients see of it.
+"""Recovery from faults: time until all models answer again, and the effects on clients.
 
-    python -m benchmarks.faults                  # a worker that is killed, one that hangs, models that are unloaded
+    python -m benchmarks.faults                  # killed worker, hanging worker, unloaded models
     python -m benchmarks.faults --kills 5 --worker-timeout 5
 
-A real server of five stub models that load in 0.3 s, one of them only when it is needed, under load by clients that ask
-one thing after the other. The worker is killed as soon as its first model is back, so that the others' loads are lost
-with it, again and again; then it is stopped as by a debugger; then each model is unloaded by hand again and again.
-Times are from the start of the worker's process on, which takes about a second on a quiet machine before it can load.
+A real server has five stub models that load in 0.3 s, one of them only on demand, under load by clients with one
+request at a time. The worker is killed repeatedly, each time as soon as its first model is loaded, so that the loads of
+the others are lost with it. Then the worker is stopped by SIGSTOP. Then each model is unloaded by hand repeatedly.
+Times count from the start of the worker process, which needs about one second on a quiet machine before it can load.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ MODELS = ("router", "billing", "technical", "legal", "fallback")
 CLIENTS_PER_MODEL = 3
 LOOK_S = 0.02
 LIMIT_S = 120.0
-"""For whatever is waited for; beyond it the run is given up."""
+"""Time limit of each wait in seconds; after it the run is aborted."""
 UNLOADS_S = 10.0
-"""For so long models are unloaded."""
+"""Duration of repeated unloading in seconds."""
 WORKER = "lockstep.worker.child"
 
 
 class Bench:
-    """A server under load, and what is seen of it."""
+    """A server under load, with the observations of its clients."""
 
     def __init__(self, process: Process, http: httpx2.AsyncClient) -> None:
         self.http = http
         self._server = psutil.Process(process.pid)
         self.seen: Counter[str] = Counter()
-        """Answers by their status, and by the code of their error."""
+        """Number of answers by status and error code."""
         self.slowest_s = 0.0
-        """Of the answers that came."""
+        """Durations of the answers."""
 
     def worker(self) -> psutil.Process | None:
-        """The device worker; None: there is none now."""
+        """Device worker; None: none is running."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in self._server.children():
                 with contextlib.suppress(psutil.Error):
@@ -73,7 +73,7 @@ class Bench:
         return None
 
     async def another(self, pid: int) -> psutil.Process:
-        """Wait for a worker that is not this one."""
+        """Wait for a worker with another process id."""
         found: list[psutil.Process] = []
 
         async def look() -> bool:
@@ -90,7 +90,7 @@ class Bench:
         return {model["id"] for model in models if model["state"] == "resident"}
 
     async def back(self) -> dict[str, float]:
-        """When each model can answer, on the wall clock; returns when all can."""
+        """Wait until all models are ready; returns the wall time at which each became ready."""
         back: dict[str, float] = {}
 
         async def look() -> bool:
@@ -102,7 +102,7 @@ class Bench:
         return back
 
     async def client(self, name: str) -> None:
-        """Ask one thing after the other, for ever."""
+        """Send one request after the other, forever."""
         body = {"model": name, "messages": [{"role": "user", "content": "I was charged twice"}], "max_tokens": 12}
         while True:
             began_s = time.monotonic()
@@ -117,8 +117,8 @@ class Bench:
             except httpx2.HTTPError as error:
                 self.seen[type(error).__name__] += 1
 
-    def told(self) -> str:
-        """What clients saw since the last time."""
+    def client_summary(self) -> str:
+        """Observations of the clients since the last call."""
         seen, slowest_s = dict(sorted(self.seen.items())), self.slowest_s
         self.seen.clear()
         self.slowest_s = 0.0
@@ -163,8 +163,8 @@ async def under_load(worker_timeout_s: float) -> AsyncIterator[Bench]:
 
 
 async def killed(bench: Bench, num_kills: int) -> None:
-    bench.told()
-    print(f"The worker is killed {num_kills} times in a row, each time when its first model is back:")
+    bench.client_summary()
+    print(f"The worker is killed {num_kills} times, each time when its first model is ready:")
     for number in range(1, num_kills + 1):
         worker = bench.worker()
         assert worker is not None
@@ -181,11 +181,11 @@ async def killed(bench: Bench, num_kills: int) -> None:
     print(
         f"  all models are back {last_s - started_s:.1f} s after their worker, {last_s - first_s:.1f} s after the first"
     )
-    print(f"  {bench.told()}")
+    print(f"  {bench.client_summary()}")
 
 
 async def hung(bench: Bench, worker_timeout_s: float) -> None:
-    bench.told()
+    bench.client_summary()
     worker = bench.worker()
     assert worker is not None
     stopped_s = time.time()
@@ -197,9 +197,9 @@ async def hung(bench: Bench, worker_timeout_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGCONT)
     back_s = max(back.values()) - started_s
-    print(f"The worker hangs (SIGSTOP), and may be silent for {worker_timeout_s:g} s:")
-    print(f"  another is started after {started_s - stopped_s:.1f} s, and has all models {back_s:.1f} s later")
-    print(f"  {bench.told()}")
+    print(f"The worker hangs (SIGSTOP) with a worker timeout of {worker_timeout_s:g} s:")
+    print(f"  the next worker starts after {started_s - stopped_s:.1f} s; all models are ready {back_s:.1f} s later")
+    print(f"  {bench.client_summary()}")
 
 
 async def unloaded(bench: Bench) -> None:
@@ -210,7 +210,7 @@ async def unloaded(bench: Bench) -> None:
             answer.raise_for_status()
             num_unloads += 1
     print(f"Models are unloaded by hand, {num_unloads} times in {UNLOADS_S:g} s:")
-    print(f"  {bench.told()}")
+    print(f"  {bench.client_summary()}")
 
 
 async def _any(found: Awaitable[set[str]]) -> bool:
@@ -223,7 +223,7 @@ async def run(num_kills: int, worker_timeout_s: float) -> None:
     async with under_load(worker_timeout_s) as bench:
         await hung(bench, worker_timeout_s)
     async with under_load(worker_timeout_s) as bench:
-        bench.told()
+        bench.client_summary()
         await unloaded(bench)
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gate [--pairs 1000000] [--layouts parquet jsonl] [--folder FOLDER] [--seed 1] [--sequential]
 
-Each side has 64 token ids and 64 gaps a request, in 10 segments. The data is made by DuckDB and stays in the folder, if
-one is given. The verdict is of a process of its own: wall and processor seconds, and the most memory that it had.
+Each request has 64 token ids and 64 gaps per side, in 10 segments. DuckDB generates the data, which stays in the folder
+if one is given. Each verdict runs in a separate process: figures are wall and processor seconds, and peak memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import duckdb
 NUM_TOKENS = 64
 NUM_SEGMENTS = 10
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes that the system counts memory in."""
+"""Bytes per unit of the system's memory figures."""
 
 
 def make(folder: Path, pairs: int, layout: str, seed: int) -> list[Path]:
-    """Files of both sides, the baseline's first."""
+    """Write the files of both sides; returns the baseline's first."""
     paths = [folder / f"{side}-{pairs}.{layout}" for side in ("baseline", "candidate")]
     for number, path in enumerate(paths):
         if path.exists():
@@ -51,7 +51,7 @@ def _uniform(of: str, seed: int) -> str:
 
 
 def measure(paths: list[Path], arguments: list[str]) -> list[str]:
-    """Figures of one verdict in words."""
+    """Figures of one verdict as text."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "lockstep", "gate", *map(str, paths), "--json", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -68,7 +68,7 @@ def measure(paths: list[Path], arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Measure the layouts given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1_000_000)
     parser.add_argument("--layouts", nargs="+", default=["parquet", "jsonl"], choices=["parquet", "jsonl"])

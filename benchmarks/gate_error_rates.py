@@ -1,13 +1,13 @@
-"""Error rates of the sequential gate by simulation, beside those of what others do on the same streams.
+"""Error rates of the sequential gate by simulation, compared with other tests on the same streams.
 
     python -m benchmarks.gate_error_rates --output docs/gate-error-rates.md
     python -m benchmarks.gate_error_rates --canaries 200 --only latency
 
 A *canary* is a stream of pairs with a known truth, judged by the gate's own series and decisions at 100 looks. It
-counts as rolled back, or promoted, if the gate says so at any of them. Without an effect each rollback is a wrong one;
-at an effect of exactly the bound each rollback and each promotion is. Rates come with Clopper and Pearson's bounds
-(97.5 %). The same seed gives the same figures, whatever the number of processes. With ``--sums FILE`` it can be
-stopped, and goes on where it was.
+counts as rolled back, or promoted, if the gate decides so at any look. Without an effect each rollback is an error; at
+an effect of exactly the bound each rollback and each promotion is. Rates have Clopper and Pearson's bounds (97.5 %).
+The same seed gives the same figures, independent of the number of processes. With ``--sums FILE`` a run can be stopped
+and continued.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from lockstep.release.verdict import Decision
 
 POLICY = Policy(mode="sequential", outputs="ignore", min_pairs=1)
 LONG = replace(POLICY, warmup_pairs=2_500)
-"""A policy for latency that keeps to one level for longer than the default covers."""
+"""Policy for latency that stays at one level for longer than the default covers."""
 MARGIN = math.log1p(POLICY.margin)
 CHUNK = 50
-"""Canaries that are drawn at one time, each chunk with a seed of its own."""
+"""Number of canaries per chunk; each chunk has its own seed."""
 BATCH = 8
-"""Chunks after which it is seen whether time is up."""
+"""Number of chunks between two checks of the time limit."""
 NUM_METRICS, NUM_SEGMENTS = 20, 10
 Counts = Mapping[str, float]
 Job = Callable[[np.random.Generator, int, "Size"], Counts]
@@ -68,22 +68,26 @@ class Size:
 
     @property
     def at(self) -> Looks:
-        """Pairs at each look, evenly."""
+        """Number of pairs at each look, evenly spaced."""
         return np.unique(np.linspace(MIN_PAIRS, self.pairs, self.looks).astype(np.int64))
 
 
-# -- jobs: a chunk of canaries, and what was said of them -------------------------------------------------------------
+# -- jobs: decisions on a chunk of canaries --------------------------------------------------------------------------
 
 
 def latency(draw: Draw, rng: np.random.Generator, count: int, size: Size) -> Counts:
     """One series of latency ratios, without an effect and at the margin."""
     baseline, candidate = draw(rng, count, size.pairs)
     none, margin = (_followed([_ratio(candidate - baseline + effect)], size) for effect in (0.0, MARGIN))
-    return {**_said(none, "none"), **_said(margin, "margin"), "judged": float(_is_judged(margin).sum())}
+    return {
+        **_decision_counts(none, "none"),
+        **_decision_counts(margin, "margin"),
+        "judged": float(_is_judged(margin).sum()),
+    }
 
 
 def rivals(draw: Draw, rng: np.random.Generator, count: int, size: Size) -> Counts:
-    """What others say of the same streams."""
+    """Decisions of other tests on the same streams."""
     baseline, candidate = draw(rng, count, size.pairs)
     return {name: float(rival(baseline, candidate, size.at).any(axis=1).sum()) for name, rival in RIVALS.items()}
 
@@ -95,7 +99,7 @@ def tail(phi: float, rng: np.random.Generator, count: int, size: Size) -> Counts
     for share, name in ((0.05, "none"), (0.05 + bound, "margin")):
         values = exceedances(phi, (0.05, share), rng, count, size.pairs)
         series = Series("latency-tail", "all", "points", values, np.arange(size.pairs), bound, is_event=True)
-        found |= _said(_followed([series], size), name)
+        found |= _decision_counts(_followed([series], size), name)
     return found
 
 
@@ -107,10 +111,14 @@ def events(
     count: int,
     size: Size,
 ) -> Counts:
-    """One series of events, candidate's less baseline's, without an effect and at the bound."""
+    """One series of events, candidate minus baseline, without an effect and at the bound."""
     series = [[_event(draw(rng, count, size.pairs), bound)] for draw in (draw_none, draw_margin)]
     none, margin = (_followed(each, size) for each in series)
-    return {**_said(none, "none"), **_said(margin, "margin"), "judged": float(_is_judged(margin).sum())}
+    return {
+        **_decision_counts(none, "none"),
+        **_decision_counts(margin, "margin"),
+        "judged": float(_is_judged(margin).sum()),
+    }
 
 
 def slow(draw: Draw, policy: Policy, rng: np.random.Generator, count: int, size: Size) -> Counts:
@@ -119,7 +127,11 @@ def slow(draw: Draw, policy: Policy, rng: np.random.Generator, count: int, size:
     none, margin = (
         follow(policy, _whole(policy, baseline, candidate + effect), size.pairs, size.at) for effect in (0.0, MARGIN)
     )
-    return {**_said(none, "none"), **_said(margin, "margin"), "hold at none": float(_is_held(none).sum())}
+    return {
+        **_decision_counts(none, "none"),
+        **_decision_counts(margin, "margin"),
+        "hold at none": float(_is_held(none).sum()),
+    }
 
 
 def _whole(policy: Policy, baseline: Floats, candidate: Floats) -> list[Series]:
@@ -135,7 +147,7 @@ def _whole(policy: Policy, baseline: Floats, candidate: Floats) -> list[Series]:
 
 
 def _is_held(findings: Findings) -> Bools:
-    """Whether the last look says hold."""
+    """True if the last look decides hold."""
     found: Bools = ~(findings.is_rolled_back[..., -1] | findings.is_promoted[..., -1])
     return found
 
@@ -146,7 +158,7 @@ def missing(
     count: int,
     size: Size,
 ) -> Counts:
-    """Whole decisions on pairs of which one side or the other is lost: latency, its tail, errors, missing pairs."""
+    """Whole decisions on pairs with a lost record on either side: latency, its tail, errors, missing pairs."""
     found: dict[str, float] = {"judged": 0.0}
     for effect, name in ((0.0, "none"), (MARGIN, "margin")):
         baseline, candidate = independent(rng, count, size.pairs)
@@ -154,17 +166,20 @@ def missing(
         for canary in range(count):
             pairs = pairs_of(baseline[canary], candidate[canary] + effect, lost[0][canary], lost[1][canary])
             looks = np.minimum(size.at, len(pairs))
-            for key, value in _said(follow(POLICY, series_of(POLICY, pairs), len(pairs), looks), name).items():
+            for key, value in _decision_counts(
+                follow(POLICY, series_of(POLICY, pairs), len(pairs), looks), name
+            ).items():
                 found[key] = found.get(key, 0.0) + value
             found["judged"] += name == "margin"
     return found
 
 
 def family(draw: Draw, effects: str, rng: np.random.Generator, count: int, size: Size) -> Counts:
-    """20 metrics of 10 segments; metrics of a request have half of their noise in common.
+    """20 metrics of 10 segments; half of the noise is common to the metrics of a request.
 
     Args:
-        effects: none, margin (all at the margin), one (one of them, the others far below) or half (half of them 15 %).
+        effects: none, margin (all at the margin), one (one at the margin, the others far below) or half (half of them
+            15 % slower).
     """
     each = size.pairs // NUM_SEGMENTS
     others = {"none": 0.0, "margin": MARGIN, "one": math.log(0.8), "half": MARGIN}[effects]
@@ -178,19 +193,19 @@ def family(draw: Draw, effects: str, rng: np.random.Generator, count: int, size:
     values = ((shared + own) / math.sqrt(2)).reshape(count, len(true), each) + true[:, None]
     series = [_ratio(values[:, at], f"segment-{at // NUM_METRICS}", stride=NUM_SEGMENTS) for at in range(len(true))]
     found = _followed(series, size)
-    said = dict(_said(found, "any"))
+    counts = dict(_decision_counts(found, "any"))
     if effects == "half":
         at_first = found.is_rolled_back.argmax(axis=-1)
         rejected = np.take_along_axis(found.rejected, at_first[:, None, None], axis=2)[..., 0]
         for name, named in (("first", rejected), ("last", found.rejected[..., -1])):
             number = np.maximum(named.sum(axis=1), 1)
-            said[f"false discoveries, {name}"] = float((named[:, 1::2].sum(axis=1) / number).sum())
-            said[f"discoveries, {name}"] = float((named[:, ::2].mean(axis=1)).sum())
-    return said
+            counts[f"false discoveries, {name}"] = float((named[:, 1::2].sum(axis=1) / number).sum())
+            counts[f"discoveries, {name}"] = float((named[:, ::2].mean(axis=1)).sum())
+    return counts
 
 
 def power(draw: Draw, policy: Policy, rng: np.random.Generator, count: int, size: Size) -> Counts:
-    """One series of latency ratios that are a tenth above, whole decisions, and the same stream to others."""
+    """One series of latency ratios with a tenth above 1, whole decisions, and other tests on the same stream."""
     baseline, candidate = draw(rng, count, size.pairs)
     candidate = candidate + math.log(1.1)
     found, whole = (
@@ -198,18 +213,18 @@ def power(draw: Draw, policy: Policy, rng: np.random.Generator, count: int, size
         for series in ([_ratio(candidate - baseline)], _whole(policy, baseline, candidate))
     )
     others = {name: float(rival(baseline, candidate, size.at).any(axis=1).sum()) for name, rival in RIVALS.items()}
-    said = {**_said(found, "caught"), **_said(whole, "caught by whole decisions")}
-    return {**said, "pairs": _median_pairs(found, size) * count, **(others if size.pairs < 2_000 else {})}
+    counts = {**_decision_counts(found, "caught"), **_decision_counts(whole, "caught by whole decisions")}
+    return {**counts, "pairs": _median_pairs(found, size) * count, **(others if size.pairs < 2_000 else {})}
 
 
 def _median_pairs(findings: Findings, size: Size) -> float:
-    """Pairs after which half of the canaries are rolled back."""
+    """Number of pairs after which half of the canaries are rolled back."""
     is_ever, first = findings.is_rolled_back.any(axis=-1), findings.is_rolled_back.argmax(axis=-1)
     return float(np.median(np.where(is_ever, size.at[first], size.pairs)))
 
 
 def family_power(correlation: float, policy: Policy, rng: np.random.Generator, count: int, size: Size) -> Counts:
-    """20 metrics, each over all pairs and over 10 segments, all of them a tenth above."""
+    """20 metrics, each over all pairs and over 10 segments, all of them a tenth above 1."""
     draw = partial(independent, correlation=correlation)
     shared = _noise(draw, rng, count, size.pairs)[:, None]
     own = _noise(draw, rng, count * NUM_METRICS, size.pairs).reshape(count, NUM_METRICS, size.pairs)
@@ -219,11 +234,11 @@ def family_power(correlation: float, policy: Policy, rng: np.random.Generator, c
         part = values[:, :, segment::NUM_SEGMENTS]
         series += [_ratio(part[:, at], f"{segment}", stride=NUM_SEGMENTS, start=segment) for at in range(NUM_METRICS)]
     found = follow(policy, series, size.pairs, size.at)
-    return {**_said(found, "caught"), "pairs": _median_pairs(found, size) * count}
+    return {**_decision_counts(found, "caught"), "pairs": _median_pairs(found, size) * count}
 
 
 def promotion(draw: Draw, rng: np.random.Generator, count: int, size: Size) -> Counts:
-    """An equal candidate: after how many pairs latency alone passes, and after how many the whole decision promotes."""
+    """An equal candidate: number of pairs until latency alone passes, and until the whole decision promotes."""
     baseline, candidate = draw(rng, count, size.pairs)
     found = {}
     for name, series in (
@@ -256,7 +271,7 @@ def _followed(series: Sequence[Series], size: Size) -> Findings:
     return follow(POLICY, series, size.pairs, size.at)
 
 
-def _said(findings: Findings, name: str) -> Counts:
+def _decision_counts(findings: Findings, name: str) -> Counts:
     rolled_back, promoted = (each.any(axis=-1) for each in (findings.is_rolled_back, findings.is_promoted))
     return {f"rollback at {name}": float(rolled_back.sum()), f"promotion at {name}": float(promoted.sum())}
 
@@ -266,11 +281,11 @@ def _is_judged(findings: Findings) -> Floats:
 
 
 def pairs_of(baseline: Floats, candidate: Floats, lost_baseline: Bools, lost_candidate: Bools) -> Pairs:
-    """Columns of pairs of latencies, of which some records are lost.
+    """Columns of pairs of latencies with some lost records.
 
     Args:
         baseline, candidate: logarithms of latency of all requests.
-        lost_baseline, lost_candidate: which records are not there.
+        lost_baseline, lost_candidate: True for lost records.
     """
     there = ~(lost_baseline | lost_candidate)
     num = int(there.sum())
@@ -299,7 +314,7 @@ def _lose_at_random(rng: np.random.Generator, baseline: Floats, candidate: Float
 
 
 def _lose_slow_candidates(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Bools, Bools]:
-    """The slowest 5 % of the candidate's answers time out, and none of the baseline's."""
+    """The slowest 5 % of the candidate's answers time out; none of the baseline's do."""
     limit: Floats = np.quantile(candidate, 0.95, axis=1, keepdims=True)
     return np.zeros(baseline.shape, np.bool_), candidate > limit
 
@@ -315,7 +330,7 @@ def _lose_slow_answers(rng: np.random.Generator, baseline: Floats, candidate: Fl
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A line of a table."""
+    """One row of a table."""
 
     table: str
     name: str
@@ -323,11 +338,11 @@ class Scenario:
     size: Size
     chunk: int = CHUNK
     share: float = 1.0
-    """Part of the canaries that it is worth."""
+    """Share of the canaries that the scenario gets."""
 
 
 def scenarios(looks: int = 100) -> Iterator[Scenario]:
-    """All of them, in the order of the tables."""
+    """All scenarios, in the order of the tables."""
     long, short = Size(20_000, looks), Size(10_000, looks)
     for name, draw in LATENCIES.items():
         yield Scenario("latency", name, partial(latency, draw), long)
@@ -365,7 +380,7 @@ def scenarios(looks: int = 100) -> Iterator[Scenario]:
 
 
 AT_ONCE = replace(POLICY, warmup_pairs=0)
-"""A policy for candidates that need no warm-up."""
+"""Policy for candidates without a warm-up."""
 POWERS: Sequence[tuple[str, Draw, int, Policy]] = (
     ("independent, within 720 pairs", independent, 720, POLICY),
     ("independent, within 900 pairs", independent, 900, POLICY),
@@ -402,11 +417,11 @@ def run(
     found: Mapping[str, float] | None = None,
     until: float = math.inf,
 ) -> Mapping[str, float]:
-    """Sums of a scenario over its canaries; ``canaries`` among them, which are fewer if time is up.
+    """Sums of a scenario over its canaries; includes the number of ``canaries``, which is lower if the time is over.
 
     Args:
-        found: sums of the first canaries, of an earlier run.
-        until: time of `time.monotonic` at which to stop.
+        found: sums of the first canaries, from an earlier run.
+        until: `time.monotonic` at which to stop.
     """
     wanted = max(1, round(canaries * scenario.share))
     sums = dict(found or {"canaries": 0.0})
@@ -432,17 +447,19 @@ def _chunk(task: tuple[Scenario, int, int, int]) -> Counts:
 
 
 def main() -> None:
-    """Run the scenarios and print, or write, the page."""
+    """Run the scenarios, and print or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--canaries", type=int, default=1_000, help="of most scenarios; slow ones have a part of them")
+    parser.add_argument(
+        "--canaries", type=int, default=1_000, help="canaries per scenario (default: 1000); slow scenarios get a share"
+    )
     parser.add_argument("--looks", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--only", choices=TABLES, action="append", help="these tables only")
-    parser.add_argument("--output", type=Path, help="page whose tables are replaced")
-    parser.add_argument("--sums", type=Path, help="file of what was found so far, to go on from")
+    parser.add_argument("--only", choices=TABLES, action="append", help="compute only this table; may be repeated")
+    parser.add_argument("--output", type=Path, help="page in which the tables are replaced")
+    parser.add_argument("--sums", type=Path, help="file of intermediate sums, to continue from")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="stop after so long; exit code 1: not all is done"
+        "--seconds", type=float, default=math.inf, help="time limit in seconds; exit code 1 if incomplete"
     )
     args = parser.parse_args()
     until = time.monotonic() + args.seconds

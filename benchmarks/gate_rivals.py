@@ -1,4 +1,4 @@
-"""Judges of a canary that others use, asked again and again: a t test, Mann and Whitney's test, thresholds on p95."""
+"""Other tests of a canary, applied repeatedly: a t test, Mann and Whitney's test, thresholds on p95."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gate_streams import Bools, Floats, normal_quantile
 from lockstep.release.statistics import Looks
 
 WINDOW = 500
-"""Pairs of a sliding window."""
+"""Number of pairs of a sliding window."""
 P95_RATIO = 1.10
 ALPHA = 0.05
 Rival = Callable[[Floats, Floats, Looks], Bools]

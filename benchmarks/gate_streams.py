@@ -1,7 +1,7 @@
-"""Streams of paired answers with a known truth: what the error rates of the gate are simulated on.
+"""Streams of paired answers with a known truth, on which the error rates of the gate are simulated.
 
-A stream is the logarithm of latency of a request on both sides, shape (canaries, pairs), without an effect: log-sd 0.3
-on each side, of which requests have the larger part in common. Effects are added to the candidate, so they are exact.
+A stream is the logarithm of the latency of requests on both sides, with shape (canaries, pairs), without an effect:
+log-sd 0.3 on each side, mostly common to both. Effects are added to the candidate, so they are exact.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CORRELATION = 0.8
 
 
 def independent(rng: np.random.Generator, count: int, pairs: int, correlation: float = CORRELATION) -> Stream:
-    """Answers without memory.
+    """Independent answers.
 
     Args:
-        correlation: of the two answers of a pair.
+        correlation: correlation of the two answers of a pair.
     """
     shared = rng.normal(0.0, LOG_SD * math.sqrt(correlation), (count, pairs))
     own = rng.normal(0.0, LOG_SD * math.sqrt(1 - correlation), (2, count, pairs))
@@ -33,14 +33,14 @@ def independent(rng: np.random.Generator, count: int, pairs: int, correlation: f
 
 
 def autoregressive(phi: float, rng: np.random.Generator, count: int, pairs: int) -> Stream:
-    """Answers of which each side remembers its own last one, by so much."""
+    """Answers in which each side is correlated with its previous one by ``phi``."""
     shared = rng.normal(0.0, LOG_SD * math.sqrt(CORRELATION), (count, pairs))
     noise = gaussian(rng, 2 * count, pairs, phi) * (LOG_SD * math.sqrt(1 - CORRELATION))
     return shared + noise[:count], shared + noise[count:]
 
 
 def gaussian(rng: np.random.Generator, count: int, pairs: int, phi: float) -> Floats:
-    """Stationary Gaussian series of variance 1, of which each number remembers the one before."""
+    """Stationary Gaussian AR(1) series of variance 1."""
     noise = rng.normal(0.0, math.sqrt(1 - phi * phi), (pairs, count))
     noise[0] /= math.sqrt(1 - phi * phi)
     for at in range(1, pairs):
@@ -49,7 +49,7 @@ def gaussian(rng: np.random.Generator, count: int, pairs: int, phi: float) -> Fl
 
 
 def slow_spells(length: int, rng: np.random.Generator, count: int, pairs: int) -> Stream:
-    """Each side doubles its latency in spells of so many pairs on average, a tenth of the time, each side its own."""
+    """Each side independently doubles its latency in spells of ``length`` pairs on average, a tenth of the time."""
     baseline, candidate = independent(rng, count, pairs)
     slow = _spells(rng, 2 * count, pairs, length=length, share=0.1)
     return baseline + math.log(2) * slow[:count], candidate + math.log(2) * slow[count:]
@@ -66,7 +66,7 @@ def _spells(rng: np.random.Generator, count: int, pairs: int, length: float, sha
 
 
 def swing(rng: np.random.Generator, count: int, pairs: int) -> Stream:
-    """The candidate is up to 10 % slower and up to 10 % faster by turns, a period being 5,000 pairs."""
+    """The candidate is alternately up to 10 % slower and up to 10 % faster, with a period of 5,000 pairs."""
     baseline, candidate = independent(rng, count, pairs)
     phase = rng.uniform(0.0, 2 * math.pi, (count, 1))
     return baseline, candidate + 0.1 * np.sin(2 * math.pi * np.arange(pairs) / 5_000 + phase)
@@ -79,14 +79,14 @@ def warm_up(rng: np.random.Generator, count: int, pairs: int) -> Stream:
 
 
 def long_memory(rng: np.random.Generator, count: int, pairs: int) -> Stream:
-    """The own noise of each side is fractional Gaussian noise with a Hurst exponent of 0.7: memory that never fades."""
+    """The noise of each side is fractional Gaussian noise with a Hurst exponent of 0.7, so its memory decays slowly."""
     shared = rng.normal(0.0, LOG_SD * math.sqrt(CORRELATION), (count, pairs))
     noise = fractional(rng, 2 * count, pairs, 0.7) * (LOG_SD * math.sqrt(1 - CORRELATION))
     return shared + noise[:count], shared + noise[count:]
 
 
 def fractional(rng: np.random.Generator, count: int, pairs: int, hurst: float) -> Floats:
-    """Fractional Gaussian noise of variance 1, by embedding its covariance in a circle."""
+    """Fractional Gaussian noise of variance 1, by circulant embedding of its covariance."""
     lags = np.arange(pairs + 1.0)
     power = 2 * hurst
     covariance = 0.5 * ((lags + 1) ** power - 2 * lags**power + np.abs(lags - 1) ** power)
@@ -99,15 +99,15 @@ def fractional(rng: np.random.Generator, count: int, pairs: int, hurst: float) -
 
 
 def slow_level(rng: np.random.Generator, count: int, pairs: int) -> Stream:
-    """Answers without memory around a level of the candidate (log-sd 0.1) that remembers 0.999 of its last value."""
+    """Independent answers around a level of the candidate (log-sd 0.1) that is an AR(1) series with 0.999."""
     baseline, candidate = independent(rng, count, pairs)
     return baseline, candidate + 0.1 * gaussian(rng, count, pairs, 0.999)
 
 
 def queue(rng: np.random.Generator, count: int, pairs: int) -> Stream:
-    """Bursty arrivals at a server of one request at a time on each side: latency is waiting and service.
+    """Bursty arrivals at a server with one request at a time on each side: latency is waiting plus service.
 
-    Arrivals are four times as dense in bursts, which are a fifth of the requests; servers are busy 60 % of the time.
+    Arrivals are four times as dense in bursts, which have a fifth of the requests; servers are busy 60 % of the time.
     """
     dense = _spells(rng, count, pairs, length=30, share=0.2)
     gaps = rng.exponential(1.0, (count, pairs)) * np.where(dense, 0.25, 1.0) / (0.2 * 0.25 + 0.8)
@@ -124,12 +124,12 @@ def queue(rng: np.random.Generator, count: int, pairs: int) -> Stream:
 
 
 def pareto(rng: np.random.Generator, count: int, pairs: int) -> Stream:
-    """Latencies with a tail of index 1.2 on both sides: they have no variance of their own."""
+    """Latencies with a tail of index 1.2 on both sides, so without a finite variance."""
     return np.log1p(rng.pareto(1.2, (count, pairs))), np.log1p(rng.pareto(1.2, (count, pairs)))
 
 
 def ties(rng: np.random.Generator, count: int, pairs: int) -> Stream:
-    """A coarse clock: latencies are multiples of half the median, most of them one of two."""
+    """A coarse clock: latencies are multiples of half the median, most of them one of two values."""
     baseline, candidate = independent(rng, count, pairs)
     return tuple(np.log(np.maximum(1.0, np.round(2 * np.exp(side))) / 2) for side in (baseline, candidate))  # type: ignore[return-value]  # two of two
 
@@ -154,15 +154,15 @@ SLOW: Mapping[str, Draw] = {
     "level of AR(1), 0.999": slow_level,
     "warm-up of 500, 30 % slower": warm_up,
 }
-"""Streams of latency that changes slowly, by name."""
+"""Streams of slowly changing latency, by name."""
 
 
 def failures(rate: float, length: int, rng: np.random.Generator, count: int, pairs: int) -> Floats:
-    """Failures in bursts, 1 for each pair that has one.
+    """Failures in bursts: 1 for each pair with a failure.
 
     Args:
-        rate: of all pairs.
-        length: pairs of a burst.
+        rate: share of failing pairs.
+        length: number of pairs of a burst.
     """
     begins = rng.random((count, pairs + length - 1)) < -math.expm1(math.log1p(-rate) / length)
     summed = np.concatenate([np.zeros((count, 1)), np.cumsum(begins, axis=1)], axis=1)
@@ -172,19 +172,19 @@ def failures(rate: float, length: int, rng: np.random.Generator, count: int, pai
 def excess_failures(
     rates: tuple[float, float], length: int, rng: np.random.Generator, count: int, pairs: int
 ) -> Floats:
-    """Candidate's failures less baseline's; rates of the baseline and the candidate."""
+    """Candidate's failures minus baseline's; rates of the baseline and the candidate."""
     return failures(rates[1], length, rng, count, pairs) - failures(rates[0], length, rng, count, pairs)
 
 
 def exceedances(phi: float, shares: tuple[float, float], rng: np.random.Generator, count: int, pairs: int) -> Floats:
-    """Answers beyond a fixed latency, candidate's less baseline's, on sides that remember; shares of both sides."""
+    """Answers beyond a fixed latency, candidate's minus baseline's, on AR(1) sides; shares of both sides."""
     limits = [normal_quantile(1 - share) for share in shares]
     noise = gaussian(rng, 2 * count, pairs, phi)
     return (noise[count:] > limits[1]).astype(np.float64) - (noise[:count] > limits[0])
 
 
 def normal_quantile(fraction: float) -> float:
-    """Number that a normal variable is not above in so many cases, by bisection."""
+    """Quantile of the standard normal distribution, by bisection."""
     low, high = -10.0, 10.0
     for _ in range(80):
         middle = 0.5 * (low + high)

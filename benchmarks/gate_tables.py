@@ -1,4 +1,4 @@
-"""Tables of simulated error rates: rates with Clopper and Pearson's bounds, in a page of Markdown."""
+"""Tables of simulated error rates: formats rates with Clopper and Pearson's bounds, in a Markdown page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def upper_bound(events: float, count: float) -> float:
 
 
 def _log_tail(events: int, count: int, rate: float) -> float:
-    """Logarithm of the chance of so many events or fewer."""
+    """Logarithm of the probability of at most ``events`` events."""
     k = np.arange(events + 1)
     ways = np.array([math.lgamma(count + 1) - math.lgamma(each + 1) - math.lgamma(count - each + 1) for each in k])
     terms = ways + k * math.log(rate) + (count - k) * math.log1p(-rate)
@@ -30,7 +30,7 @@ def _log_tail(events: int, count: int, rate: float) -> float:
 
 
 def rate_of(found: Mapping[str, float], name: str) -> str:
-    """A rate with its upper bound; a dash for what was not asked."""
+    """Rate with its upper bound; a dash if it was not computed."""
     if name not in found:
         return "-"
     count = found["canaries"]
@@ -102,7 +102,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
         "promotes at the last look": "whole at the end",
     },
 }
-"""Columns of each table and the sums that they show."""
+"""Columns of each table, and the sums in them."""
 
 
 BEFORE: Mapping[str, tuple[int, int, int]] = {
@@ -114,30 +114,30 @@ BEFORE: Mapping[str, tuple[int, int, int]] = {
     "level of AR(1), 0.999": (219, 449, 233),
     "warm-up of 500, 30 % slower": (1000, 1000, 0),
 }
-"""Canaries of 1,000 on which the gate of commit 4685e02 was wrong, which had no window for a warm-up and a variance of
+"""Wrong decisions per 1,000 canaries of the gate of commit 4685e02, which had no warm-up window and used a variance of
 block means: rollbacks without an effect, rollbacks and promotions at the margin. Streams, seeds and looks are those of
-the scenarios of these names."""
+the scenarios with these names."""
 BEFORE_CANARIES = 1_000
 NUMBERS = frozenset(["pairs", "latency pairs", "whole pairs"])
-"""Sums of pairs, not of canaries."""
-WANTED = frozenset(
+"""Sums of pairs instead of canaries."""
+CORRECT = frozenset(
     [
         *("rollback at caught", "rollback at caught by whole decisions", "promotion at none"),
         *("latency", "whole", "whole at the end"),
         *RIVALS,
     ]
 )
-"""Decisions that are right: their rates have lower bounds."""
+"""Correct decisions, whose rates have lower bounds."""
 
 
 def with_before(scenario: str, found: Mapping[str, float]) -> Mapping[str, float]:
-    """Sums of a scenario with those of the earlier gate."""
+    """Sums of a scenario together with those of the earlier gate."""
     names = ("rollback at none", "rollback at margin", "promotion at margin")
     return {**found, **{f"before: {name}": count for name, count in zip(names, BEFORE.get(scenario, ()), strict=False)}}
 
 
 def cell(found: Mapping[str, float], name: str, *, is_wanted: bool) -> str:
-    """A rate with its bound, or a mean; a dash for what was not asked."""
+    """Rate with its bound, or a mean; a dash if it was not computed."""
     if name not in found:
         return "-"
     count = BEFORE_CANARIES if name.startswith("before: ") else found["canaries"]
@@ -152,10 +152,10 @@ def cell(found: Mapping[str, float], name: str, *, is_wanted: bool) -> str:
 
 
 def table(name: str, lines: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """A table in Markdown.
+    """Markdown table.
 
     Args:
-        lines: names of scenarios, and the sums over their canaries.
+        lines: names of scenarios with the sums over their canaries.
     """
     lines = [(scenario, with_before(scenario, found) if name == "slow" else found) for scenario, found in lines]
     columns = {title: key for title, key in TABLES[name].items() if any(key in found for _, found in lines)}
@@ -163,18 +163,18 @@ def table(name: str, lines: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     for scenario, found in lines:
         is_power = name == "power"
         cells = [
-            cell(found, key, is_wanted=key in WANTED and (is_power or key not in RIVALS)) for key in columns.values()
+            cell(found, key, is_wanted=key in CORRECT and (is_power or key not in RIVALS)) for key in columns.values()
         ]
         rows.append([scenario, *cells, f"{found['canaries']:,.0f}"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def with_tables(text: str, tables: Mapping[str, str]) -> str:
-    """A page with its tables, between their marks, replaced."""
+    """Page with the tables between its marks replaced."""
     for name, found in tables.items():
         before, begin, rest = text.partition(f"<!-- table: {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         if not (begin and end):
-            raise SystemExit(f"the page has no place for the table {name}")
+            raise SystemExit(f"the page has no marks for the table {name}")
         text = f"{before}{begin}{found}\n{end}{after}"
     return text

@@ -1,9 +1,9 @@
-"""What a constraint costs: its build, its masks, and their share of a step with many constrained sequences.
+"""Cost of constraints: build time, masks, and their share of a step with many constrained sequences.
 
     python -m benchmarks.grammar                              # the embedded model
     python -m benchmarks.grammar --model model.gguf --num-seqs 32
 
-Best of several rounds, and ratios inside one run: this is no quiet machine.
+Figures are the best of several rounds; compare ratios within one run, because the machine is shared.
 """
 
 from __future__ import annotations

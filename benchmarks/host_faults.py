@@ -2,10 +2,10 @@
 
     python -m benchmarks.hosts faults [--times 10] [--only worker,actor,...]
 
-Two gateways, two routers and three billing replicas of the embedded model, under load by clients that ask either
-gateway one thing after the other and know what each answer must be. Each fault is done again and again, those of
-`ON_FRESH_NODES` on new nodes each time. A line gives the seconds until every replica is ready again as `/v1/cluster`
-shows it, or until the fault has had its effect, and the longest wait of a client for an answer or an error.
+The cluster has two gateways, two routers and three billing replicas of the embedded model. Clients send one request
+after the other to either gateway and check each answer. Each fault is repeated; the faults of `ON_FRESH_NODES` get new
+nodes each time. Each line has the seconds until every replica is ready again in `/v1/cluster`, or until the fault has
+had its effect, and the longest wait of a client for an answer or an error.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ STALL_S = 20.0
 HEAD_AWAY_S = 60.0
 ERROR_PAUSE_S = 0.2
 AFTER_S = 25.0
-"""After the last replica has gone: longer than a request may wait for one."""
+"""Observation time after the last replica is lost: longer than a request may wait for a replica."""
 NO_TLS = "  tls: {ca: /none/ca.pem, cert: /none/cert.pem, key: /none/key.pem}\n"
-"""Keys of a manifest's hosts that no worker can use."""
+"""`hosts` fields of a manifest that no worker can use."""
 
 
 class Load:
-    """Clients, and what they saw."""
+    """Clients and their observations."""
 
     def __init__(self, gateways: Sequence[Gateway]) -> None:
         self.gateways = gateways
@@ -80,7 +80,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Clients as long as the block runs."""
+        """Run the clients during the block."""
         clients = [asyncio.create_task(self.client(number)) for number in range(CLIENTS)]
         try:
             yield
@@ -91,7 +91,7 @@ class Load:
 
 
 class Results:
-    """Seconds and outcomes of one fault, however often it was done."""
+    """Seconds and outcomes of all repetitions of one fault."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -102,7 +102,7 @@ class Results:
         self.num_tracebacks = 0
 
     def take(self, seconds: float, load: Load | None = None) -> None:
-        """Add one repetition, with all that clients saw since the one before."""
+        """Add one repetition with the clients' observations since the previous one."""
         self.seconds.append(seconds)
         if load is not None:
             self.seen += load.seen
@@ -111,13 +111,13 @@ class Results:
             load.longest_s = 0.0
 
     def take_logs(self, gateways: Sequence[Gateway]) -> None:
-        """Count the lines and tracebacks that each gateway has logged."""
+        """Count the lines and tracebacks in each gateway's log."""
         texts = [gateway.log.read_text() for gateway in gateways]
         self.num_lines += [len(text.splitlines()) for text in texts]
         self.num_tracebacks += sum(text.count("Traceback") for text in texts)
 
     def show(self) -> None:
-        """Print a line with all of it."""
+        """Print one line with all results."""
         least, middle, most = min(self.seconds), statistics.median(self.seconds), max(self.seconds)
         parts = [
             f"{self.name}, {len(self.seconds)} times: {least:.1f} / {middle:.1f} / {most:.1f} s (least, median, most)",
@@ -130,7 +130,7 @@ class Results:
 
 
 class Faults:
-    """What is done to a cluster, each until all replicas are ready again."""
+    """Faults of a cluster, each of which returns when all replicas are ready again."""
 
     def __init__(self, nodes: Nodes, gateways: list[Gateway], folder: Path) -> None:
         self.nodes = nodes
@@ -146,12 +146,12 @@ class Faults:
             await until(look, "every replica")
         except SystemExit:
             for gateway in self.gateways:
-                told = (await gateway.http.get("/v1/cluster")).json()
-                print(*(f"  {each}" for each in (*told["places"], *told["hosts"])), sep="\n")
+                response = (await gateway.http.get("/v1/cluster")).json()
+                print(*(f"  {each}" for each in (*response["places"], *response["hosts"])), sep="\n")
             raise
 
     async def _fewer(self) -> None:
-        """Until a gateway shows fewer ready replicas than there are."""
+        """Wait until a gateway reports fewer ready replicas."""
 
         async def look() -> bool:
             return await self.gateways[0].num_ready() < NUM_REPLICAS
@@ -195,7 +195,7 @@ class Faults:
             os.kill(pid, signal.SIGCONT)
 
     async def secret(self) -> None:
-        """A third gateway has another secret: it is refused, and ends with the reason."""
+        """A third gateway has another secret: it is refused, and exits with the reason."""
         secret, nodes = self._folder / "other", self.nodes
         secret.write_text("another secret of more than sixteen bytes\n")
         secret.chmod(0o600)
@@ -207,10 +207,10 @@ class Faults:
             await third.start()
         except EndedError as error:
             last_line = str(error)
-        assert "another secret" in last_line, last_line or "it was let in"
+        assert "another secret" in last_line, last_line or "the gateway was accepted"
 
     async def drain(self) -> None:
-        """A host is drained, and may have replicas again when it is empty; one host after the other."""
+        """Drain a host, and readmit it when it is empty; one host after the other."""
         self._turn += 1
         host, http = ("host_b", "host_a")[self._turn % 2], self.gateways[self._turn % 2].http
         answer = await http.post(f"/v1/cluster/hosts/{host}/drain")
@@ -223,7 +223,7 @@ class Faults:
         await http.delete(f"/v1/cluster/hosts/{host}/drain")
 
     async def after_raylet(self) -> None:
-        """Another node in its place, with its share of replicas, also when no host is drained any more."""
+        """Start a new node, and wait until it has its share of replicas and no host is drained."""
         self.nodes.add("host_b")
         while await self._num_on_host_b() < 2:
             await until(self._is_host_a_drained, "a host that can be drained")
@@ -239,17 +239,17 @@ class Faults:
         return await self._num_on_host_b() >= 2
 
     async def _is_host_a_drained(self) -> bool:
-        """Drain it, as soon as the other one is there to take its replicas."""
+        """Drain host A as soon as the other host can take its replicas."""
         if await self._is_shared():
             return True
         return (await self.gateways[0].http.post("/v1/cluster/hosts/host_a/drain")).status_code == 200
 
 
-# -- faults on new nodes, each of which says how long it took ----------------------------------------------------------
+# -- faults on new nodes, each of which records its duration -----------------------------------------------------------
 
 
 async def head(folder: Path, results: Results) -> None:
-    """Ray's head is away for 60 s, after which all nodes end themselves."""
+    """Ray's head is stopped for 60 s, after which all nodes exit."""
 
     def kill(nodes: Nodes) -> None:
         next(each for each in nodes.processes if each.name() == "gcs_server").kill()
@@ -258,7 +258,7 @@ async def head(folder: Path, results: Results) -> None:
 
 
 async def raylets(folder: Path, results: Results) -> None:
-    """Both nodes' raylets are killed, and with them all that they had started."""
+    """The raylets of both nodes are killed, and with them all processes that they started."""
 
     def kill(nodes: Nodes) -> None:
         for name in ("host_a", "host_b"):
@@ -268,7 +268,7 @@ async def raylets(folder: Path, results: Results) -> None:
 
 
 async def _gone(folder: Path, results: Results, kill: Callable[[Nodes], None], away_s: float) -> None:
-    """Until both gateways show that no replica is ready and no host is there; clients go on asking for a while."""
+    """Wait until both gateways report no ready replica and no host, while clients continue to send requests."""
     with started() as nodes:
         async with cluster(folder, nodes, "pocket://") as gateways:
             bench, load = Faults(nodes, gateways, folder), Load(gateways)
@@ -294,7 +294,7 @@ async def _gone(folder: Path, results: Results, kill: Callable[[Nodes], None], a
 
 
 async def invalid(folder: Path, results: Results) -> None:
-    """The first manifest's hosts cannot be used; its file is corrected, and served by the next start."""
+    """The first manifest has invalid hosts; its file is then corrected, and the next start serves it."""
     with started() as nodes:
         gateway = made(folder, nodes, "pocket://", 1)[0]
         good = gateway.manifest.read_text()
@@ -309,7 +309,7 @@ async def invalid(folder: Path, results: Results) -> None:
 
 
 async def twins(folder: Path, results: Results) -> None:
-    """Two gateways start within a second on nodes that have just been started."""
+    """Two gateways start within a second on newly started nodes."""
     with started() as nodes:
         began_s = time.monotonic()
         async with cluster(folder, nodes, "pocket://"):
@@ -317,7 +317,7 @@ async def twins(folder: Path, results: Results) -> None:
 
 
 async def drain_alone(folder: Path, results: Results) -> None:
-    """The only host is drained: that is refused, and clients see nothing of it."""
+    """Draining of the only host is refused, without an effect on clients."""
     with started(names=("host_a",)) as nodes:
         async with cluster(folder, nodes, "pocket://") as gateways:
             bench, load = Faults(nodes, gateways, folder), Load(gateways)
@@ -336,7 +336,7 @@ async def drain_alone(folder: Path, results: Results) -> None:
 
 
 class OneHost:
-    """Faults of a server whose models are all on its machine, each until it is ready again."""
+    """Faults of a server with all models on its machine, each of which returns when it is ready again."""
 
     def __init__(self, server: Gateway) -> None:
         self.server = server
@@ -360,7 +360,7 @@ class OneHost:
         await self._until_health(200)
 
     async def one_stall(self) -> None:
-        """The worker is stopped for some time."""
+        """The worker is stopped temporarily."""
         worker = self._worker
         worker.suspend()
         await asyncio.sleep(STALL_S)
@@ -368,20 +368,20 @@ class OneHost:
         await self._until_health(200)
 
     async def one_server(self) -> None:
-        """The server is killed, and started again by hand."""
+        """The server is killed, and restarted by hand."""
         assert self.server.process is not None
         self.server.process.kill()
         await self.server.process.wait()
         await self.server.start()
 
     async def one_invalid(self) -> None:
-        """A manifest that cannot be served is put, and then the corrected one."""
+        """An invalid manifest is put, then the corrected one."""
         good = self.server.manifest.read_text()
-        for text, wanted in ((good.replace("max_num_seqs: 63", "block_size: 7"), 422), (good, 200)):
+        for text, expected in ((good.replace("max_num_seqs: 63", "block_size: 7"), 422), (good, 200)):
             answer = await self.server.http.put(
                 "/v1/manifest", content=text, headers={"Content-Type": "application/yaml"}
             )
-            assert answer.status_code == wanted, answer.text
+            assert answer.status_code == expected, answer.text
 
 
 ON_FRESH_NODES: dict[str, Callable[[Path, Results], Awaitable[None]]] = {
@@ -396,7 +396,7 @@ ON_ONE_HOST = ("one_worker", "one_stall", "one_server", "one_invalid")
 
 
 async def faults(times: int, names: Sequence[str] = ()) -> None:
-    """Do faults again and again, and print a line for each kind; no names: all of them."""
+    """Repeat faults, and print a line for each kind; no names: all faults."""
     names = names or (*ON_NODES, *ON_FRESH_NODES, *ON_ONE_HOST)
     if unknown := [name for name in names if name not in (*ON_NODES, *ON_FRESH_NODES, *ON_ONE_HOST)]:
         raise SystemExit(f"unknown faults: {', '.join(unknown)}")

@@ -3,8 +3,8 @@
     python -m benchmarks.hosts faults [--times 10] [--only worker,actor,...]
     python -m benchmarks.hosts cost [--rounds 5]
 
-Faults: see `benchmarks.host_faults`. Cost: the same stub manifest with ``hosts:`` and without, asked in turns at half
-of what the slower one answers, or another share.
+Faults: see `benchmarks.host_faults`. Cost: the same stub manifest with and without ``hosts:``, loaded alternately at
+half of the slower one's throughput, or another share.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ LOOK_S = 0.02
 
 
 class EndedError(Exception):
-    """A server that ended before it was ready, with its last line."""
+    """A server exited before it was ready; has its last line."""
 
 
 class Gateway:
-    """One `lockstep serve`."""
+    """One `lockstep serve` process."""
 
     def __init__(self, folder: Path, name: str, nodes: Nodes | None) -> None:
         self.manifest = folder / f"{name}.yaml"
@@ -87,14 +87,14 @@ class Gateway:
             await self.process.wait()
 
     async def ask(self, model: str, question: str, max_tokens: int = 12) -> tuple[int, str]:
-        """The status, and the text or the error's code."""
+        """Send a request; returns the status, and the text or the error code."""
         body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
         body |= {"temperature": 0}
         answer = await self.http.post("/v1/chat/completions", json=body)
-        told = answer.json()
+        response = answer.json()
         if answer.status_code != 200:
-            return answer.status_code, told["error"]["code"]
-        return 200, told["choices"][0]["message"]["content"]
+            return answer.status_code, response["error"]["code"]
+        return 200, response["choices"][0]["message"]["content"]
 
     async def places(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = (await self.http.get("/v1/cluster")).json()["places"]
@@ -113,11 +113,11 @@ async def until(is_so: Callable[[], Awaitable[bool]], what: str) -> None:
             while not await is_so():
                 await asyncio.sleep(LOOK_S)
     except TimeoutError:
-        raise SystemExit(f"{what} did not come within {LIMIT_S:g} s") from None
+        raise SystemExit(f"{what}: not reached within {LIMIT_S:g} s") from None
 
 
 class Cost:
-    """One of two servers of the same manifest, and what it took."""
+    """One of two servers of the same manifest, with its measurements."""
 
     def __init__(self, name: str, gateway: Gateway, processes: Callable[[], list[psutil.Process]]) -> None:
         self.name = name
@@ -151,7 +151,7 @@ COSTS = ("median_ttft_ms", "p99_ttft_ms", "output_throughput", "cpu_us_per_token
 
 
 async def cost(rounds: int, num: int, share: float) -> None:
-    """Both servers asked in turns: first all at once, then at half of that rate."""
+    """Load both servers alternately: first without a rate limit, then at half of the resulting rate."""
     with tempfile.TemporaryDirectory() as name, started() as nodes:
         folders = Path(name, "one"), Path(name, "two")
         for folder in folders:
@@ -214,7 +214,7 @@ def made(
 async def cluster(
     folder: Path, nodes: Nodes | None, source: str, num_gateways: int = 2, replicas: str = SEVERAL
 ) -> AsyncIterator[list[Gateway]]:
-    """Gateways of one manifest; without nodes, on this machine alone."""
+    """Gateways of one manifest; without nodes, on this machine only."""
     gateways = made(folder, nodes, source, num_gateways, replicas)
     try:
         await asyncio.gather(*(gateway.start() for gateway in gateways))
@@ -230,11 +230,13 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     breaking = commands.add_parser("faults")
     breaking.add_argument("--times", type=int, default=10)
-    breaking.add_argument("--only", default="", help="faults, separated by commas; all by default")
+    breaking.add_argument("--only", default="", help="comma-separated faults (default: all)")
     costing = commands.add_parser("cost")
     costing.add_argument("--rounds", type=int, default=5)
     costing.add_argument("--num", type=int, default=1000)
-    costing.add_argument("--share", type=float, default=0.5, help="of the requests that the slower one can answer")
+    costing.add_argument(
+        "--share", type=float, default=0.5, help="share of the slower server's throughput (default: 0.5)"
+    )
     arguments = parser.parse_args()
     if arguments.command == "cost":
         asyncio.run(cost(arguments.rounds, arguments.num, arguments.share))

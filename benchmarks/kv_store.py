@@ -1,12 +1,11 @@
-"""KV that comes back: the time to a first token from host memory and from disk, beside computing the prompt again, and
-the gaps of a stream that runs while much is kept, and while much comes back.
+"""Restored KV: time to first token from host memory and disk against recomputation, and its effect on a running stream.
 
     python -m tools.random_models gguf smollm2-135m Q8_0 model.gguf
     python -m benchmarks.kv_store model.gguf
 
-The ways take turns in each round, so that what else the machine does hits all of them; ratios are medians over the
-rounds, with the least and the largest. Files that are to be read from the disk itself are written through and then
-forgotten by the page cache; how fast the disk gives them to nobody in particular is printed beside.
+The ways alternate in each round, so that other load affects all of them; ratios are medians over rounds with minimum
+and maximum. Files that must be read from the disk itself are written through and dropped from the page cache. The raw
+read speed of the disk is printed for comparison.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def request(tokens: tuple[int, ...], session: str | None, max_tokens: int = 1) -
     return GenerationRequest(tokens, params, session_id=session, session_owner="bench", max_active_sessions=1024)
 
 
-def answer(engine: Engine, asked: GenerationRequest) -> tuple[float, RequestOutput]:
+def answer(engine: Engine, one_request: GenerationRequest) -> tuple[float, RequestOutput]:
     """Seconds to the end of a one-token answer, and the answer."""
     begin = time.perf_counter()
-    request_id = engine.submit(asked)
+    request_id = engine.submit(one_request)
     engine.run_until_idle()
     output = engine.result(request_id)
     assert output is not None
@@ -72,7 +71,7 @@ def stores(folder: Path) -> Iterator[KVStore]:
 
 
 def forget(folder: Path) -> None:
-    """Have the page cache forget a store's files: what is read next comes from the disk."""
+    """Drop a store's files from the page cache, so that the next read comes from the disk."""
     for path in folder.rglob("*.kv"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -80,7 +79,7 @@ def forget(folder: Path) -> None:
 
 
 def read_speed(folder: Path) -> float:
-    """Bytes a second that a store's files are read with, one after the other, by nobody in particular."""
+    """Sequential read speed of a store's files in bytes per second, without a model."""
     forget(folder)
     begin = time.perf_counter()
     num_bytes = sum(len(path.read_bytes()) for path in sorted(folder.rglob("*.kv")))
@@ -88,7 +87,7 @@ def read_speed(folder: Path) -> float:
 
 
 def first_tokens(engine: Engine, store: KVStore, length: int, rounds: int) -> None:
-    """Time to the first token of a prompt, each way."""
+    """Measure the time to the first token of a prompt in each way."""
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     tokens = prompt(1, length)
     expected = answer(engine, request(tokens, "s"))[1].completions[0].token_ids
@@ -103,10 +102,10 @@ def first_tokens(engine: Engine, store: KVStore, length: int, rounds: int) -> No
                     host.remove(key)
             if way == DISK:
                 forget(Path(store.options.disk_dir))
-            asked = request(tokens, "s")
-            if way == COMPUTED:  # under a salt, nothing that was kept is found
-                asked = GenerationRequest(tokens, asked.params, cache_salt="other")
-            seconds, output = answer(engine, asked)
+            one_request = request(tokens, "s")
+            if way == COMPUTED:  # with a unique salt, nothing in the cache matches
+                one_request = GenerationRequest(tokens, one_request.params, cache_salt="other")
+            seconds, output = answer(engine, one_request)
             assert output.completions[0].token_ids == expected, way
             assert bool(output.num_cached_tokens) == (way != COMPUTED), way
             taken[way].append(seconds)
@@ -116,11 +115,11 @@ def first_tokens(engine: Engine, store: KVStore, length: int, rounds: int) -> No
             f"{length} tokens, {way:10}{statistics.median(taken[way]) * 1e3:9.0f} ms"
             f"   x{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         )
-    print(f"the disk gives these files at {read_speed(Path(store.options.disk_dir)) / 1e6:.0f} MB/s")
+    print(f"read speed of the disk: {read_speed(Path(store.options.disk_dir)) / 1e6:.0f} MB/s")
 
 
 def gaps_of_a_stream(engine: Engine, begin: Callable[[], None], is_over: Callable[[], bool]) -> list[float]:
-    """Milliseconds between the tokens of a running stream, from when something begins until it is over."""
+    """Milliseconds between the tokens of a running stream, from the begin of an activity to its end."""
     ends: list[float] = []
     stream = engine.submit(request(prompt(2, 64), None, 1500), lambda output: ends.append(time.perf_counter()))
     while len(ends) < 20:
@@ -129,7 +128,7 @@ def gaps_of_a_stream(engine: Engine, begin: Callable[[], None], is_over: Callabl
     first = len(ends) - 1
     while not is_over() and not engine.is_complete(stream):
         engine.step()
-    assert not engine.is_complete(stream), "the stream ended first; fewer bytes (--bytes)"
+    assert not engine.is_complete(stream), "the stream ended first; reduce --bytes"
     gaps = [(b - a) * 1e3 for a, b in pairwise(ends[first:])]
     engine.abort(stream)
     engine.run_until_idle()
@@ -137,11 +136,11 @@ def gaps_of_a_stream(engine: Engine, begin: Callable[[], None], is_over: Callabl
 
 
 def streams_beside(engine: Engine, store: KVStore, num_bytes: int, length: int) -> None:
-    """Gaps of a stream alone, while so many bytes are kept, and while they come back."""
+    """Gaps of a stream alone, while ``num_bytes`` are stored, and while they are loaded."""
     length_kept = (length - 2) // engine.config.block_size * engine.config.block_size
     per_session = length_kept // engine.config.block_size * engine.model.executor.geometry.bytes_per_block
     count = -(-num_bytes // per_session)
-    asked = [request(prompt(100 + number, length), f"g{number}") for number in range(count)]
+    requests = [request(prompt(100 + number, length), f"g{number}") for number in range(count)]
     kv = engine.sessions.kv
     assert kv is not None
 
@@ -157,16 +156,16 @@ def streams_beside(engine: Engine, store: KVStore, num_bytes: int, length: int) 
     show("alone", lambda: until.append(time.perf_counter() + ALONE_S), lambda: time.perf_counter() > until[0])
     nothing_is_kept = patch.object(kv_store, "MAX_SAVING_BYTES", 0)
     nothing_is_kept.start()
-    for each in asked:
+    for each in requests:
         answer(engine, each)
     size = f"{count * per_session / 1e9:.2f} GB"
-    show(f"while {size} are kept", nothing_is_kept.stop, lambda: not kv._unsaved and store.flush(0.0))
+    show(f"while {size} are stored", nothing_is_kept.stop, lambda: not kv._unsaved and store.flush(0.0))
     engine.sessions.sweep()
     assert store.flush(120.0)
     open_ids: list[int] = []
     show(
-        f"while {size} come back",
-        lambda: open_ids.extend(engine.submit(each) for each in asked),
+        f"while {size} are loaded",
+        lambda: open_ids.extend(engine.submit(each) for each in requests),
         lambda: all(map(engine.is_complete, open_ids)),
     )
     outputs = [engine.result(each) for each in open_ids]
@@ -174,13 +173,13 @@ def streams_beside(engine: Engine, store: KVStore, num_bytes: int, length: int) 
 
 
 def main() -> None:
-    """Load the model and print both."""
+    """Load the model and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="artifact; see tools.random_models")
-    parser.add_argument("--length", type=int, default=2000, help="tokens of the prompt")
+    parser.add_argument("model", help="artifact, such as one of tools.random_models")
+    parser.add_argument("--length", type=int, default=2000, help="tokens of the prompt (default: 2000)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--bytes", type=int, default=GIGABYTE, help="that are kept and come back beside a stream; 0: no stream"
+        "--bytes", type=int, default=GIGABYTE, help="bytes stored and loaded during a stream; 0: no stream"
     )
     args = parser.parse_args()
     model, config = load_model(args.model, LoadOptions(EngineOptions(num_blocks=2048)))

@@ -1,10 +1,10 @@
-"""What others feel of very large requests: `/health`, a running stream and memory beside bursts of them.
+"""Effect of very large requests on other clients: `/health`, a running stream and memory during bursts of them.
 
     python -m benchmarks.large_requests [--model pocket://] [--requests 20] [--megabytes 7.9] [--only KIND]
 
-For each kind of body a real `lockstep serve` gets that many requests at once. Another process asks for `/health` all
-the time and reads one stream after the other. The targets: `/health` below 50 ms at p99, no gap above 200 ms in a
-stream, and memory back within 50 MB.
+For each kind of body a real `lockstep serve` gets that many requests at once. A second process polls `/health` and
+reads one stream after the other. Targets: `/health` below 50 ms at p99, no gap above 200 ms in a stream, and memory
+within 50 MB of the initial value afterwards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import psutil
 
 HEALTH_EVERY_S = 0.01
 LIMIT_S = 300.0
-"""For one request."""
+"""Time limit of one request in seconds."""
 MIN_WATCH_S = 3.0
-"""So long the others are watched at least, so that a percentile has something to count."""
+"""Minimum observation time in seconds, so that percentiles have enough values."""
 SETTLE_S = 2.0
-"""After a burst, before memory is read."""
+"""Delay after a burst before memory is read, in seconds."""
 WATCH = "--watch"
 STREAM = {"prompt": "Once", "max_tokens": 1_000, "ignore_eos": True, "stream": True}
 WORDS = "The quick brown fox, 27 years old, jumps over the lazy dog. "
@@ -134,13 +134,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="pocket://")
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--megabytes", type=float, default=7.9)
-    parser.add_argument("--only", default="", help="kinds that have this in their name")
+    parser.add_argument("--only", default="", help="only kinds with this text in their name")
     parser.add_argument(WATCH, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _ready(server: subprocess.Popen[str]) -> str:
-    """Host and port of a server that answers."""
+    """Host and port of a server, once it is ready."""
     assert server.stdout is not None
     for line in server.stdout:
         found = re.search(r"ready on http://(\S+?),? ", line)
@@ -160,7 +160,7 @@ def _measure(address: str, pid: int, kind: str, path: str, body: bytes, num_requ
         cwd=Path(__file__).resolve().parents[1],
     )
     assert watch.stdout is not None
-    watch.stdout.readline()  # its stream has begun
+    watch.stdout.readline()  # returns when its stream has begun
     answers: Counter[str] = Counter()
     senders = [threading.Thread(target=_send, args=(address, path, body, answers)) for _ in range(num_requests)]
     began_s = time.monotonic()
@@ -172,9 +172,9 @@ def _measure(address: str, pid: int, kind: str, path: str, body: bytes, num_requ
     time.sleep(max(0.0, MIN_WATCH_S - took_s))
     seen = json.loads(watch.communicate("\n")[0])
     time.sleep(SETTLE_S)
-    told = ", ".join(f"{count} x {status}" for status, count in sorted(answers.items()))
+    results = ", ".join(f"{count} x {status}" for status, count in sorted(answers.items()))
     print(
-        f"{kind:26}{told:>24}{took_s:9.1f}{seen['p50']:9.1f} ms{seen['p99']:7.1f}{seen['max']:7.1f}"
+        f"{kind:26}{results:>24}{took_s:9.1f}{seen['p50']:9.1f} ms{seen['p99']:7.1f}{seen['max']:7.1f}"
         f"{seen['gap']:9.0f} ms{before:11.0f}{_megabytes(pid):7.0f}",
         flush=True,
     )
@@ -201,7 +201,7 @@ def _send(address: str, path: str, body: bytes, answers: Counter[str]) -> None:
 
 
 class Watch:
-    """The other process: asks and reads until its input ends, then tells what it saw, in milliseconds."""
+    """Observer process: polls and reads until its input ends, then prints its results in milliseconds."""
 
     def __init__(self, host: str, port: str) -> None:
         self._host, self._port = host, int(port)
@@ -217,13 +217,13 @@ class Watch:
         for task in watching:
             task.cancel()
         ordered = sorted(self._latencies_s)
-        told = {
+        results = {
             "p50": ordered[len(ordered) // 2],
             "p99": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))],
             "max": ordered[-1],
             "gap": self._gap_s,
         }
-        print(json.dumps({name: value * 1e3 for name, value in told.items()}))
+        print(json.dumps({name: value * 1e3 for name, value in results.items()}))
 
     async def _request(self, head: str, body: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(self._host, self._port)
@@ -244,7 +244,7 @@ class Watch:
         body: dict[str, Any] = STREAM
         while True:
             reader, writer = await self._request("POST /v1/completions", json.dumps(body).encode())
-            await reader.readuntil(b"data:")  # until then it waits for its turn in the queue
+            await reader.readuntil(b"data:")  # before that it waits in the queue
             last_s = time.perf_counter()
             while await reader.read(1 << 16):
                 now_s = time.perf_counter()

@@ -1,14 +1,14 @@
-"""The executor beside llama.cpp and its own older versions: whole steps, products alone, and each type of weights.
+"""Native executor against llama.cpp and its own older versions: whole steps, products alone, and each weight type.
 
-    python -m benchmarks.native steps model.gguf --peer-python PY           steps, in turns, a process for each
+    python -m benchmarks.native steps model.gguf --peer-python PY           whole steps, in one process each
     python -m benchmarks.native steps model.gguf --baseline DIR             the executor of another checkout
     python -m benchmarks.native products                                    Q8_0 and Q4_0, four numbers of rows
     python -m benchmarks.native products --rows 1,8 --types Q4_K --isa avx2     one instruction set
     python -m benchmarks.native types                                       bits per weight in file, pack and memory
 
-Of products, activations are quantised and multiplied with several matrices, more than the caches hold. Time is the
-processor time of one thread, the median of the turns. GB/s counts the bytes of the weights; the share of the peak is
-that of multiplications and additions in the most that one core's VNNI unit does (``--peak-gops``).
+For products, activations are quantised and multiplied with several matrices that exceed the caches together. Time is
+the processor time of one thread, the median of the turns. GB/s counts the bytes of the weights. The share of the peak
+is multiplications and additions relative to the maximum of one core's VNNI unit (``--peak-gops``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tools.random_blocks import BLOCKS, random_blocks
 from tools.random_models import MIXES, write_gguf
 
 SHAPES = ((576, 3072), (1536, 576), (1024, 4096), (3072, 1024))
-"""Columns and features."""
+"""Columns and features of the matrices."""
 WEIGHT_BYTES = 48 << 20
 PEAK_GOPS = 465.0
-"""One core of an AMD EPYC with Zen 4, measured."""
+"""Measured peak of one core of an AMD EPYC with Zen 4, in operations per nanosecond."""
 Floats = npt.NDArray[np.float32]
 Run = Callable[[Floats], object]
 
@@ -103,7 +103,7 @@ def products(
 
 
 def types(library: NativeLibrary, shape: str, names: Sequence[str], threads: int) -> None:
-    """Print bits per weight of matrices in file and pack, and the memory of a process that loaded and stepped."""
+    """Print bits per weight in file and pack, and the memory of a process that loaded the model and ran a step."""
     print(f"{shape}, {threads} threads; bits per weight of matrices; memory after a step in an empty context\n")
     print("| type | file | pack | RSS, MB | of it mapped, MB | first load, s | second load, s | x1 at 200, ms |")
     print("|---|---|---|---|---|---|---|---|")
@@ -136,17 +136,19 @@ def types(library: NativeLibrary, shape: str, names: Sequence[str], threads: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["products", "steps", "types"])
-    parser.add_argument("model", nargs="?", help="a GGUF file, for steps")
-    parser.add_argument("--threads", type=int, default=2, help="of each backend (default: 2)")
-    parser.add_argument("--baseline", type=Path, help="a checkout whose executor takes part, for steps")
-    parser.add_argument("--peer-python", help="a Python that has llama-cpp-python, for steps")
-    parser.add_argument("--only", default="", help="names of steps, with commas between them")
+    parser.add_argument("model", nargs="?", help="GGUF file, for steps")
+    parser.add_argument("--threads", type=int, default=2, help="threads per backend (default: 2)")
+    parser.add_argument("--baseline", type=Path, help="another checkout to compare with, for steps")
+    parser.add_argument("--peer-python", help="Python interpreter with llama-cpp-python, for steps")
+    parser.add_argument("--only", default="", help="comma-separated names of steps (default: all)")
     parser.add_argument("--rows", default="1,8,32,128", help="numbers of rows (default: 1,8,32,128)")
-    parser.add_argument("--types", default="", help="encodings of GGUF files, with commas between them")
-    parser.add_argument("--shape", default="llama-138m", help="of the models of types (default: llama-138m)")
+    parser.add_argument("--types", default="", help="comma-separated GGUF encodings (default: all)")
+    parser.add_argument("--shape", default="llama-138m", help="shape of the models, for types (default: llama-138m)")
     parser.add_argument("--isa", choices=ISAS, help="instruction set (default: the fastest)")
-    parser.add_argument("--turns", type=int, default=7, help="timed runs of each side (default: 7)")
-    parser.add_argument("--peak-gops", type=float, default=PEAK_GOPS, help=f"peak of a core (default: {PEAK_GOPS:.0f})")
+    parser.add_argument("--turns", type=int, default=7, help="timed runs per side (default: 7)")
+    parser.add_argument(
+        "--peak-gops", type=float, default=PEAK_GOPS, help=f"peak of one core (default: {PEAK_GOPS:.0f})"
+    )
     options = parser.parse_args()
     if options.what == "steps":
         if options.model is None:

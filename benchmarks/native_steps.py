@@ -1,4 +1,5 @@
-"""Steps of the executor beside those of another checkout and of llama.cpp, in turns, each in a process of its own."""
+"""Comparison of whole steps: this checkout's executor, another checkout's and llama.cpp, alternately, in separate
+processes."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ STEPS = (
     ("prefill 512", (1, 0, 512), 2),
     ("prefill 2,000", (1, 0, 2000), 1),
 )
-"""Name; streams, tokens in the context of each, new tokens of each; and how often it is timed in a turn."""
+"""Name; streams, context tokens and new tokens of each; and number of runs per turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Who takes part: its name in the table, the arguments of its process, and where its sources are."""
+    """One backend: its name in the table, the arguments of its process, and the location of its sources."""
 
     name: str
     engine: str
@@ -37,7 +38,7 @@ class Backend:
     isa: str | None = None
     sources: Path | None = None
     cache_dir: str | None = None
-    """Where it keeps packed weights; None: the user's cache."""
+    """Folder of its packed weights; None: the user's cache."""
 
 
 class Running:
@@ -76,7 +77,7 @@ class Running:
 
 
 def run_in_turns(backends: Sequence[Backend], model: str, threads: int, turns: int, steps: Sequence[str]) -> None:
-    """Print a table: each step's median (least) milliseconds of each, and ratios to the first one."""
+    """Print a table: median (minimum) milliseconds per step and backend, and ratios to the first backend."""
     running = [Running(each, model, threads) for each in backends]
     names = [each.name for each in backends]
     print(f"{Path(model).name}, {threads} threads; loaded in " + ", ".join(
@@ -100,7 +101,7 @@ def run_in_turns(backends: Sequence[Backend], model: str, threads: int, turns: i
 
 
 def backends_of(baseline: Path | None, peer_python: str | None, isa: str | None) -> list[Backend]:
-    """This checkout's executor first, then those that there are."""
+    """Backends to compare: this checkout's executor first, then the others."""
     found = [Backend("native", "native", sys.executable, isa)]
     if baseline is not None:
         found.append(Backend(baseline.name, "native", sys.executable, isa, baseline / "src"))

@@ -1,4 +1,4 @@
-"""How well replay predicts: prices from one live run, the figures of other live runs from their arrivals alone.
+"""Accuracy of replay predictions: prices from one live run predict other live runs from their arrivals alone.
 
     python -m benchmarks.prediction                                 # prints Markdown
     python -m benchmarks.prediction --out docs/prediction.md        # the page that is in the repository
@@ -62,24 +62,24 @@ from lockstep.version import __version__
 
 T = TypeVar("T")
 MODELS = ("stub://a?step_ms=4&token_us=150", "pocket://")
-"""The stub sleeps as long as it says: what remains of the error is not the cost model's."""
+"""Models to measure. The stub's steps take exactly its model of time, so its error is not that of the cost model."""
 NUM_ROUNDS = 2
 NUM_SLICES = 10
 NUM_WARMUPS = 120
 NUM_ASKED = 1
-"""Requests by which ``bench serve`` finds out, before each load, whether prompts may be token ids."""
+"""Number of requests by which ``bench serve`` finds out, before each load, whether prompts may be token ids."""
 GOALS = {"output tokens per second": 0.05, "mean end to end, ms": 0.10, "mean time to first token, ms": 0.15}
-"""Greatest relative error of each figure that was set as a goal."""
+"""Maximum relative error of each figure, set as a goal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One load and the limits that it meets."""
+    """A load with the limits of its server."""
 
     name: str
     words: str
     num_requests: int
-    """In each slice."""
+    """Number of requests per slice."""
     rate: float
     """Requests per second; inf: all at once."""
     input_tokens: int
@@ -90,7 +90,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one stretch of requests came to, lived or predicted."""
+    """Totals of one slice, measured or predicted."""
 
     num_tokens: int
     span_s: float
@@ -111,7 +111,7 @@ class Figures(dict[str, float]):
 
 
 def scenarios(scale: float) -> list[Scenario]:
-    """The first is calibrated on. ``scale`` multiplies rates, for machines of another speed."""
+    """Scenarios; the first one is for calibration. ``scale`` multiplies rates, for machines of another speed."""
     return [
         Scenario("A", "varying", 20, 10 * scale, 160, 48, 1, ("--max-num-seqs=16",)),
         Scenario(
@@ -129,7 +129,7 @@ def scenarios(scale: float) -> list[Scenario]:
 
 
 class LiveRun:
-    """A server that records, and what its clients saw."""
+    """A recording server with its clients' measurements."""
 
     def __init__(self, scenario: Scenario, model: str, folder: Path, opened: ExitStack) -> None:
         self.scenario = scenario
@@ -139,7 +139,7 @@ class LiveRun:
         self._serve(NUM_WARMUPS, scenario.rate, seed=0)
 
     def serve_slice(self, number: int) -> None:
-        """Load it once more."""
+        """Run the load of one slice."""
         scenario = self.scenario
         result = self._serve(scenario.num_requests, scenario.rate, scenario.seed * NUM_SLICES + number)
         self._client.append(
@@ -176,7 +176,7 @@ class LiveRun:
         return Figures.of(self._client)
 
     def trace(self) -> Trace:
-        """Its recording, once the server is down."""
+        """Recording of the server, after it has stopped."""
         return open_trace(self._folder)
 
 
@@ -186,7 +186,7 @@ def recorded(trace: Trace, scenario: Scenario) -> Figures:
 
 
 def predict(trace: Trace, cost: CostFile, scenario: Scenario) -> Figures:
-    """The same figures, by simulation of the arrivals of a recording."""
+    """Figures of a simulation of a recording's arrivals."""
     workload = workload_of(trace)
     return _figures(Simulation(workload, config_for(workload), cost.model()).run().outcomes, scenario)
 
@@ -205,10 +205,10 @@ def _figures(outcomes: Sequence[RequestOutcome], scenario: Scenario) -> Figures:
 
 
 def _slices(requests: Sequence[T], scenario: Scenario) -> list[Sequence[T]]:
-    """The measured ones, slice by slice, of all in the order of their arrival."""
+    """Measured requests by slice, from all requests in the order of arrival."""
     size = NUM_ASKED + scenario.num_requests
     begins = range(NUM_ASKED + NUM_WARMUPS, len(requests), size)
-    assert len(begins) == NUM_SLICES, f"{len(requests)} requests were recorded"
+    assert len(begins) == NUM_SLICES, f"unexpected number of recorded requests: {len(requests)}"
     return [requests[begin + NUM_ASKED : begin + size] for begin in begins]
 
 
@@ -226,7 +226,8 @@ def table_of(
     alike: Sequence[Figures],
     clients: Sequence[Figures],
 ) -> Table:
-    """Live and predicted, each pair of the same arrivals; errors are of the pairs' means.
+    """Table of measured and predicted figures; each pair has the same arrivals, and errors are those of the pairs'
+    means.
 
     Args:
         alike: predictions with prices of the identical run.
@@ -265,7 +266,7 @@ def table_of(
 
 
 def study(model: str, scale: float, folder: Path) -> str:
-    """Everything of one model, as Markdown."""
+    """Results of one model as Markdown."""
     load_before = os.getloadavg()[0]
     with ExitStack() as opened:
         rounds = [
@@ -296,7 +297,7 @@ def study(model: str, scale: float, folder: Path) -> str:
 
 
 def page(models: Sequence[str], scale: float, folder: Path) -> str:
-    """The whole page."""
+    """Page with all results."""
     about = "\n\n".join((__doc__ or "").split("\n\n")[2:]).strip()
     parts = [study(model, scale, folder / str(number)) for number, model in enumerate(models)]
     return "\n".join(
@@ -318,10 +319,10 @@ def _cost_text(cost: CostFile) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="may be repeated; a stub and pocket:// by default")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the rates")
-    parser.add_argument("--keep", type=Path, help="a folder for the recordings, which must not exist yet")
-    parser.add_argument("--out", type=Path, help="write the page there, too")
+    parser.add_argument("--model", action="append", help="model; may be repeated (default: a stub and pocket://)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the request rates (default: 1)")
+    parser.add_argument("--keep", type=Path, help="new folder for the recordings (default: temporary)")
+    parser.add_argument("--out", type=Path, help="file to which the page is also written")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)

@@ -1,12 +1,12 @@
-"""What recording costs: processor time and bytes.
+"""Cost of recording: processor time and bytes.
 
-    python -m benchmarks.recorder                # a stub, whose steps compute nothing, and the embedded model
+    python -m benchmarks.recorder                # a stub without computation, and the embedded model
     python -m benchmarks.recorder --rounds 9
 
-A device worker serves as many requests at once as there are streams, recorded. The recorder's time is that of its own
-calls on the step thread, on the clock of that thread's processor time and less what reading the clock takes, and all of
-the thread that compresses and writes; a step's is that of the process without it. Of several rounds the least counts,
-since whatever else a machine does can only add. Bytes are those of the file, with what it begins and ends with.
+A recording device worker serves as many concurrent requests as there are streams. The recorder's time is the processor
+time of its calls on the step thread, without that of reading the clock, plus that of the thread that compresses and
+writes. A step's time is that of the process without the recorder. The minimum of several rounds counts, because other
+load can only add time. Bytes are those of the file, including its header and its end.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from lockstep.worker.messages import Event, Load, Loaded, LoadFailed, Outputs, S
 
 NUM_OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 96
-"""Of which a half is common to all requests."""
+"""Prompt length in tokens, half of which is common to all requests."""
 HOOK_CALLS = ("added", "aborted", "pinned", "unpinned", "cache_reset", "came", "committed", "ended", "failed")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load, once."""
+    """One run of one load."""
 
     cpu_s: float
-    """Of the whole process, while it served."""
+    """Processor time of the whole process while it served."""
     recorder_s: float
-    """Of that, the recorder's."""
+    """Processor time of the recorder."""
     num_steps: int
     num_bytes: int
 
 
 class Stopwatch:
-    """Adds up the processor time that calls take on their thread."""
+    """Adds up the processor time of wrapped calls on their thread."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -64,7 +64,7 @@ class Stopwatch:
         return timed
 
     def seconds(self) -> float:
-        """Without what reading the clock took."""
+        """Total, without the time of reading the clock."""
         empty = Stopwatch()
         nothing = empty.around(lambda: None)
         for _ in range(20_000):
@@ -73,17 +73,17 @@ class Stopwatch:
 
 
 class Serving:
-    """So many streams, each answered by the next when it ends."""
+    """Concurrent streams; a new one starts when one ends."""
 
     def __init__(self, folder: Path, num_streams: int, num_requests: int) -> None:
-        self.worker = DeviceWorker(self.hear, trace=TraceOptions(str(folder)))
+        self.worker = DeviceWorker(self.on_event, trace=TraceOptions(str(folder)))
         self.is_loaded = threading.Event()
         self._num_streams = num_streams
         self._num_requests = num_requests
         self._num_sent = 0
         self._num_ended = 0
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, Loaded | LoadFailed):
             self.is_loaded.set()
         elif isinstance(event, Outputs):
@@ -117,7 +117,7 @@ def run(source: str, num_streams: int, num_requests: int) -> Run:
         load = Serving(folder, num_streams, num_requests)
         load.begin(source)
         recorder = load.worker._recorder
-        assert recorder is not None, "it was asked to record"
+        assert recorder is not None, "the worker records"
         watch = Stopwatch()
         [engine] = recorder._engines.values()
         for owner, calls in ((recorder, ("begin_turn", "turn", "idle")), (engine, HOOK_CALLS)):
@@ -141,7 +141,7 @@ def run(source: str, num_streams: int, num_requests: int) -> Run:
 
 
 def measure(source: str, num_streams: int, num_requests: int, rounds: int) -> str:
-    """One line of the table."""
+    """One row of the table."""
     runs = [run(source, num_streams, num_requests) for _ in range(rounds)]
     steps = runs[0].num_steps
     own_us = min(each.recorder_s for each in runs) / steps * 1e6

@@ -1,11 +1,11 @@
-"""Seconds until a placed replica is ready again after its worker, its actor or its host's raylet is killed.
+"""Recovery of a placed replica: seconds until it is ready again after its worker, actor or host's raylet is killed.
 
     python -m benchmarks.recovery             # ten times each, on two Ray nodes of this machine
     python -m benchmarks.recovery --times 3 --quick
 
-Seconds are from the signal until the replica says that it is ready, its stub model loaded. By its own settings Ray's
-head needs some fifteen seconds to see that a node is lost; --quick has it look as the tests do. A replica of the same
-group answers on the other node all the while.
+Seconds count from the signal until the replica reports ready, with its stub model loaded. With default settings Ray's
+head needs about fifteen seconds to detect a lost node; --quick uses the settings of the tests. Meanwhile a replica of
+the same group answers on the other node.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from lockstep.hosts.values import ReplicaName, ReplicaPhase, ReplicaStatus
 from tests.hosts.support import demand, write_secret
 from tests.hosts.two_nodes import QUICK, Nodes, joined, started
 
-WANTED = demand("stub", num=2, spread=True)
+DEMAND = demand("stub", num=2, spread=True)
 LIMIT_S = 120.0
 LOOK_S = 0.02
 
 
 async def ready(runtime: RayRuntime, number: int, before: ReplicaStatus | None = None) -> ReplicaStatus:
-    """Wait until a replica is ready, at another worker than before."""
+    """Wait until a replica is ready on another worker than before."""
     async with asyncio.timeout(LIMIT_S):
         while True:
-            place = await runtime.ask(ReplicaName(WANTED.key, number))
+            place = await runtime.ask(ReplicaName(DEMAND.key, number))
             if place is not None and place.state is ReplicaPhase.READY and (before is None or place.pid != before.pid):
                 return place
             await asyncio.sleep(LOOK_S)
 
 
 async def place_both(runtime: RayRuntime) -> list[ReplicaStatus]:
-    for number in range(WANTED.num):
-        await runtime.place(WANTED, number)
-    return [await ready(runtime, number) for number in range(WANTED.num)]
+    for number in range(DEMAND.num):
+        await runtime.place(DEMAND, number)
+    return [await ready(runtime, number) for number in range(DEMAND.num)]
 
 
 async def timed(runtime: RayRuntime, place: ReplicaStatus, pid: int) -> float:
-    """Kill a process; seconds until the replica that is lost with it is ready again."""
+    """Kill a process; returns the seconds until the lost replica is ready again."""
     began_s = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     await ready(runtime, place.number, place)
@@ -75,7 +75,7 @@ KILLS: tuple[Callable[[Nodes, RayRuntime], Awaitable[float]], ...] = (worker, ac
 
 
 async def measure(nodes: Nodes, num_times: int, secret: str) -> None:
-    """Kill, wait and print, anew each time."""
+    """Repeatedly kill, wait and print."""
     print(f"load average at the beginning {os.getloadavg()[0]:.1f}")
     for kill in KILLS:
         seconds = []
@@ -93,7 +93,7 @@ async def measure(nodes: Nodes, num_times: int, secret: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--quick", action="store_true", help="have Ray's head look for lost nodes more often")
+    parser.add_argument("--quick", action="store_true", help="make Ray's head check for lost nodes more often")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, started(QUICK if options.quick else {}) as nodes:
         asyncio.run(measure(nodes, options.times, write_secret(Path(folder))))

@@ -1,18 +1,18 @@
-"""Policies of routing on traces, and what one gateway's routing costs as replicas become many.
+"""Routing policies on traces, and the cost of one gateway's routing by the number of replicas.
 
     python -m benchmarks.routing study --mooncake FILE --azure FILE [--replicas 1 4 16 64 1000] [--policies ...]
     python -m benchmarks.routing costs [--replicas 1 16 1000]
     python -m benchmarks.routing links
 
-``study`` replays each trace on N of the real schedulers behind the real balancer, on a logical clock. The load of a
-replica is the same for every N: with N replicas requests arrive N times as fast as with one. Beyond `MAX_SPEEDUP` times
-the trace is not sped up more but merged with copies of itself, each with contents of its own, so that a replica is not
-given a handful of requests. Figures of a run are the same on every machine but for those of decisions, which are
-processor time of `Balancer.choose`, with the thread's clock read around each.
+``study`` replays each trace on N schedulers behind the serving balancer, on a logical clock. The load of a replica is
+the same for every N: with N replicas requests arrive N times as fast as with one. Beyond `MAX_SPEEDUP` times the trace
+is not accelerated further but merged with copies of itself, each with different contents, so that each replica still
+gets many requests. Figures of a run are the same on every machine, except those of decisions, which are the processor
+time of `Balancer.choose`.
 
-``costs`` has neither trace nor scheduler: prompts of 256 blocks, of which replicas hold the first half, what an item of
-news costs and takes, plans over that many models, and the owner's word about that many replicas on as many hosts.
-``links`` is what links cost that nobody uses: as many gateways' as a worker takes, for 20 seconds.
+``costs`` uses neither traces nor schedulers. It measures choices for prompts of 256 blocks, the first half of which the
+replicas hold; one item of content news; plans for that many models; and the controller's state for that many replicas
+and hosts. ``links`` measures idle links from the maximum number of gateways of a worker, for 20 seconds.
 """
 
 from __future__ import annotations
@@ -53,19 +53,20 @@ from lockstep.worker.supervised import SupervisedWorker
 from lockstep.worker.wire import event_decoder, event_encoder
 
 COST = CostModel(10 * PS_PER_MS, 40 * PS_PER_US, 50 * PS_PER_US)
-"""Of a step: 10 ms, 40 us for each prompt token, 50 us for each sequence that decodes; some 8e9 parameters."""
+"""Step prices: 10 ms, 40 us per prompt token, 50 us per decoding sequence; about those of a model with 8e9
+parameters."""
 SPEEDS = {"mooncake": 0.25, "azure": 1.0}
-"""Of each trace for one replica, which then computes prompts a quarter to half of its time."""
+"""Speed of each trace for one replica, which then computes prompts for a quarter to half of its time."""
 MAX_SPEEDUP = 256
 SEED = 1
-"""Of the spreading of arrivals that share a stamp; each copy has the next one."""
+"""Seed for spreading arrivals with the same timestamp; each copy uses the next seed."""
 NUM_DECISIONS = 3000
 PROMPT_BLOCKS, HELD_BLOCKS = 256, 128
 HELD_PER_REPLICA = 2000
 
 
 class TimedBalancer(Balancer):
-    """One that keeps what its choices take, and counts news."""
+    """A balancer that measures its choices and counts content news."""
 
     def __init__(self, num_replicas: int, policy: RoutingPolicy, max_imbalance: int) -> None:
         super().__init__(num_replicas, policy, max_imbalance)
@@ -88,7 +89,7 @@ class TimedBalancer(Balancer):
 
 
 def at_load_of(path: Path, name: str, num_replicas: int, limit: int | None) -> tuple[Workload, int]:
-    """The trace for so many replicas, and how many copies of it that is."""
+    """Workload of a trace for ``num_replicas`` replicas, and the number of its copies."""
     copies = -(-num_replicas // MAX_SPEEDUP)
     speed = SPEEDS[name] * num_replicas / copies
     work: Workload | None = None
@@ -160,7 +161,7 @@ def contents_of(number: int, count: int) -> tuple[bytes, ...]:
 
 
 def filled(num_replicas: int) -> Balancer:
-    """A balancer that knows contents of every replica: 128 blocks that all hold, and as many of their own as fit."""
+    """A balancer with contents for every replica: 128 common blocks and as many individual ones as fit."""
     balancer = Balancer(num_replicas)
     shared = [(each, True) for each in contents_of(0, HELD_BLOCKS)]
     for replica in range(num_replicas):
@@ -189,18 +190,18 @@ def costs(sizes: Sequence[int]) -> None:
         row["word_bytes"], row["word_ms"] = _state(num_replicas)
         print(json.dumps(row), flush=True)
     prompt, news = tuple(range(12_000)), [(os.urandom(16), True) for _ in range(512)]
-    told, decode = event_encoder().encode(ContentsChanged("r0", news)), event_decoder().decode
+    encoded, decode = event_encoder().encode(ContentsChanged("r0", news)), event_decoder().decode
     row = {
         "hashes_ms_of_12000_tokens": round(_least(lambda: block_hashes(b"", prompt, 32)) * 1e3, 3),
-        "bytes_per_news": round(len(told) / len(news), 1),
-        "decode_us_per_news": round(_least(lambda: decode(told)) / len(news) * 1e6, 3),
+        "bytes_per_news": round(len(encoded) / len(news), 1),
+        "decode_us_per_news": round(_least(lambda: decode(encoded)) / len(news) * 1e6, 3),
         "merge_ms": {num: _merge(num) for num in (1, 8, 64)},
     }
     print(json.dumps(row), flush=True)
 
 
 def _state(num_replicas: int) -> tuple[int, float]:
-    """Bytes of the owner's word, and milliseconds of writing it down for one gateway."""
+    """Bytes of the controller's state, and milliseconds of encoding it for one gateway."""
     each = range(num_replicas)
     places = [
         ReplicaStatus(f"r{n % 50}", n // 50, ReplicaPhase.READY, "", f"host-{n}", "a" * 56, "10.0.0.1", 41000, 9, 8)
@@ -213,7 +214,7 @@ def _state(num_replicas: int) -> tuple[int, float]:
 
 
 def _merge(num_gateways: int) -> float:
-    """Milliseconds of putting the reports of gateways together, each about 50 models."""
+    """Milliseconds of merging the reports of gateways, each with 50 models."""
     resident = Replica("r", Phase.RESIDENT, 800, 1, 0, None, 9.5, 1.25, 0.1, 0, False, 0.0, True, 60.0, None)
     names = [f"r{number}" for number in range(50)]
     demands = tuple(
@@ -224,7 +225,7 @@ def _merge(num_gateways: int) -> float:
 
 
 async def links(idle_s: float = 20.0) -> None:
-    """Processor time of links that carry nothing but questions after health, at both ends."""
+    """Processor time at both ends of links that carry only health checks."""
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "secret"
         secret.write_text("0123456789abcdef" * 4)
@@ -258,7 +259,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _decisions(balancer: Balancer, num_replicas: int) -> float:
-    """Median processor time of a choice, in microseconds, about as many requests being open as two a replica."""
+    """Median processor time of a choice in microseconds, with about two open requests per replica."""
     draw = random.Random(SEED)
     prompt = (*contents_of(0, HELD_BLOCKS), *contents_of(1 << 40, PROMPT_BLOCKS - HELD_BLOCKS))
     opened: list[int] = []
@@ -276,14 +277,14 @@ def _decisions(balancer: Balancer, num_replicas: int) -> float:
 
 
 def _news(balancer: Balancer, num_replicas: int) -> float:
-    """Microseconds of one item of news: what a replica has evicted, or holds from now on."""
+    """Microseconds per item of news: a block that a replica has evicted or added."""
     own = contents_of(num_replicas, 1000)
     news = [(each, is_held) for is_held in (False, True) for each in own]
     return round(_least(lambda: balancer.learn(num_replicas - 1, news)) / len(news) * 1e6, 3)
 
 
 def _plans(num_replicas: int) -> float:
-    """Milliseconds of a plan in which one model waits that has to be loaded, and nothing is idle."""
+    """Milliseconds of a plan in which one waiting model has to be loaded and no model is idle."""
     policy = PlanPolicy()
     resident = [
         Replica(f"r{number}", Phase.RESIDENT, 800, 1, 0, None, 9.5, 1.25, 0.1, 0, False, 0.0, True, 60.0, None)
@@ -295,7 +296,7 @@ def _plans(num_replicas: int) -> float:
 
 
 def _least(work: Callable[[], object], rounds: int = 9) -> float:
-    """Least processor time of one call, in seconds."""
+    """Minimum processor time of one call, in seconds."""
     found = []
     for _ in range(rounds):
         begun_s = time.thread_time()

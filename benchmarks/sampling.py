@@ -1,11 +1,12 @@
-"""Microseconds per sequence for each way of sampling, and per token for text.
+"""Cost of sampling: microseconds per sequence for each method, and per token for text.
 
     python -m benchmarks.sampling                    # all cases
     python -m benchmarks.sampling --vocab 49152      # one vocabulary
 
-Two kinds of logits, since the cost of top-p depends on them: `peaked`, a few nats of entropy as a language model
-usually has (probability falls with a power of the rank), and `flat`, normal with deviation 1.5, where the nucleus
-holds most of the vocabulary. The best of several runs; on a shared machine compare ratios within one run.
+There are two kinds of logits, since the cost of top-p depends on them: `peaked`, with a few nats of entropy as usual
+for language models (probability falls with a power of the rank), and `flat`, normal with deviation 1.5, where the
+nucleus holds most of the vocabulary. Figures are the best of several runs; on a shared machine compare ratios within
+one run.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def flat(num_rows: int, vocab_size: int) -> npt.NDArray[np.float32]:
 
 
 def states_of(sampling: ResolvedSampling, num_rows: int, vocab_size: int) -> list[SamplerState]:
-    """Sequences of 200 tokens of prompt and 64 of output."""
+    """Sequences with 200 prompt tokens and 64 output tokens."""
     states = [SamplerState(sampling, seed, range(200), vocab_size) for seed in range(num_rows)]
     for state in states:
         for token in range(64):

@@ -1,10 +1,10 @@
-"""Scaling of our engine: speed and time to first token against concurrency and prompts; steps; memory of a sequence.
+"""Scaling of the engine: speed and time to first token by concurrency and prompt length, steps, memory per sequence.
 
     python -m tools.random_models gguf smollm2-135m Q8_0 model.gguf
     python -m benchmarks.scaling model.gguf --result-filename scaling.json
 
-It is a race of one (`lockstep bench peers`), so that its cells are measured as a race's are, and its result is one that
-`lockstep bench compare` reads. Cells with more prompt tokens than the budget are left out.
+It is a comparison with one backend (`lockstep bench peers`), so its cells are measured like those of a comparison, and
+`lockstep bench compare` reads its result. Cells with more prompt tokens than the limit are omitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.comparison.backends import Engine, trial
 from benchmarks.comparison.report import as_json
 from benchmarks.comparison.rounds import OURS, Comparison, ComparisonOptions, run_comparison
-from benchmarks.comparison.workloads import Work
+from benchmarks.comparison.workloads import Workload
 from lockstep.bench.prompts import Units
 from lockstep.executors.machine import available_cores, machine_name
 from lockstep.version import __version__
@@ -27,22 +27,22 @@ from lockstep.version import __version__
 OWN = OURS["engine"]
 TABLES: Mapping[str, tuple[str, Callable[[float, int], float]]] = {
     "Output tokens per second": ("output_throughput", lambda value, streams: value),
-    "Time to first token, ms (median of all that came at once)": ("ttft_ms", lambda value, streams: value),
+    "Time to first token, ms (median of simultaneous requests)": ("ttft_ms", lambda value, streams: value),
     "Step, ms, while every stream decodes": ("decode_throughput", lambda value, streams: streams / value * 1e3),
     "Processor time per output token, ms": ("cpu_ms_per_token", lambda value, streams: value),
 }
-"""Figure of a table, and the value that it shows of it."""
+"""Figure of each table, and the conversion to its displayed value."""
 
 
-def table(race: Comparison, title: str) -> str:
-    """One figure in Markdown: a row for each prompt, a column for each concurrency; medians of the rounds."""
-    options, (figure, shown) = race.options, TABLES[title]
+def table(comparison: Comparison, title: str) -> str:
+    """Markdown table of one figure: a row per prompt length, a column per concurrency; medians of the rounds."""
+    options, (figure, shown) = comparison.options, TABLES[title]
     lines = [f"### {title}", "", f"| prompt | {' | '.join(f'x{streams}' for streams in options.streams)} |"]
     lines.append(f"|---|{'---|' * len(options.streams)}")
     for context, output in options.contexts:
         cells = []
         for streams in options.streams:
-            rounds = race.seen.get((Work(context, streams, output).name, OWN), {}).values()
+            rounds = comparison.seen.get((Workload(context, streams, output).name, OWN), {}).values()
             values = [found[figure] for found in rounds if figure in found]
             value = shown(statistics.median(values), streams) if values else None
             cells.append("" if value is None else f"{value:,.{1 if value < 100 else 0}f}")
@@ -51,19 +51,20 @@ def table(race: Comparison, title: str) -> str:
 
 
 def memory(model: str, prompts: Sequence[int], threads: int) -> tuple[str, dict[str, float]]:
-    """Resident memory of fresh processes after one work each, in Markdown and by the work's name.
+    """Resident memory of new processes after one workload each, as Markdown and by the workload's name.
 
-    A pool grows by huge pages of 2 MB, two a layer, so that few sequences tell little: many are compared with one.
+    A pool grows in huge pages of 2 MB, two per layer, so few sequences are not representative: many are compared with
+        one.
     """
-    one, many = Work(1000, 1, 16), Work(1000, 32, 16)
+    one, many = Workload(1000, 1, 16), Workload(1000, 32, 16)
     lines = [
-        "### Resident memory of a process that did one work",
+        "### Resident memory of a process after one workload",
         "",
         "| work | MB | tokens computed |",
         "|---|---|---|",
     ]
-    found: dict[Work, float] = {}
-    for work in (one, many, *(Work(prompt, 1, 16) for prompt in prompts if prompt > one.context)):
+    found: dict[Workload, float] = {}
+    for work in (one, many, *(Workload(prompt, 1, 16) for prompt in prompts if prompt > one.context)):
         print(f"memory of {work.name}", file=sys.stderr)
         engine = Engine(OWN, sys.executable, model, threads, [work])
         try:
@@ -78,8 +79,8 @@ def memory(model: str, prompts: Sequence[int], threads: int) -> tuple[str, dict[
     return "\n".join(lines), {work.name: mb for work, mb in found.items()}
 
 
-def tokens_of(work: Work) -> int:
-    """Tokens whose KV a process has by the end, those of the trial included."""
+def tokens_of(work: Workload) -> int:
+    """Number of tokens with KV in a process at the end, including those of the trial."""
     return sum(each.streams * (each.context + each.output) for each in (trial(work), work))
 
 
@@ -89,35 +90,45 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 200, 1000, 4000, 8000])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--output-len", type=int, default=32)
-    parser.add_argument("--max-prompt-tokens", type=int, default=8192, help="of a cell; larger ones are left out")
+    parser.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        default=8192,
+        help="maximum prompt tokens of a cell; larger cells are omitted (default: 8192)",
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit-s", type=float, default=300.0, help="of the grid; the memory takes half a minute more")
-    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=300.0,
+        help="time limit of the grid in seconds; memory takes half a minute more",
+    )
+    parser.add_argument("--threads", type=int, default=0, help="threads; 0: all cores (default: 0)")
     parser.add_argument("--result-filename", type=Path)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     options = ComparisonOptions(
-        asked.model,
-        tuple((prompt, asked.output_len) for prompt in asked.prompts),
-        tuple(asked.streams),
-        max_prompt_tokens=asked.max_prompt_tokens,
-        rounds=asked.rounds,
-        limit_s=asked.limit_s,
+        arguments.model,
+        tuple((prompt, arguments.output_len) for prompt in arguments.prompts),
+        tuple(arguments.streams),
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        rounds=arguments.rounds,
+        limit_s=arguments.limit_s,
         peers=(),
-        threads=asked.threads,
+        threads=arguments.threads,
         only="engines",
         suite=False,
     )
-    race = run_comparison(options, lambda sentence: print(sentence, file=sys.stderr))
-    print(f"{machine_name()}, Lockstep {__version__}, {Path(asked.model).name}, {race.duration_s:.0f} s\n")
+    comparison = run_comparison(options, lambda sentence: print(sentence, file=sys.stderr))
+    print(f"{machine_name()}, Lockstep {__version__}, {Path(arguments.model).name}, {comparison.duration_s:.0f} s\n")
     for title in TABLES:
-        print(table(race, title))
-    result = as_json(race) | {"kind": "scaling"}
-    if not race.was_interrupted:
-        text, sizes = memory(asked.model, asked.prompts, asked.threads or available_cores())
+        print(table(comparison, title))
+    result = as_json(comparison) | {"kind": "scaling"}
+    if not comparison.was_interrupted:
+        text, sizes = memory(arguments.model, arguments.prompts, arguments.threads or available_cores())
         print(text)
         result["figures"] |= {f"memory of {name} MB": {"values": [mb], "better": "less"} for name, mb in sizes.items()}
-    if asked.result_filename is not None:
-        asked.result_filename.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.result_filename is not None:
+        arguments.result_filename.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

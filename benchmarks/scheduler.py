@@ -1,11 +1,11 @@
-"""Microseconds of CPU time per step of the scheduler alone (schedule + commit, no model), and who gets its tokens.
+"""Cost of the scheduler: microseconds of CPU time per step (schedule and commit, no model), and token shares.
 
     python -m benchmarks.scheduler [--sequences 32 256] [--windows 15] [--steps 200]
 
-Four loads: `steady` decodes the same sequences, `planned` is the same with the counting of repeats switched off,
-`shared` gives them half as many places to sample, and `mixed` keeps the number of sequences by a new 600-token prompt
-for each that ends. Each figure is the best and the median of several windows, because the machine has other things to
-do. The second table has the tokens of running requests that share too few places, in each order of decoding.
+There are four loads: `steady` decodes the same sequences, `planned` is the same without the counting of repeats,
+`shared` gives the sequences half as many places to sample, and `mixed` replaces each ended sequence by a new one with a
+prompt of 600 tokens. Each figure is the best and the median of several windows, because the machine has other load. The
+second table has the tokens of running requests that share too few places, for each order of decoding.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lockstep.core.step import StepPlan, StepResult
 
 
 def make_scheduler(num_seqs: int, max_output_tokens: int, num_places: int | None = None) -> Scheduler:
-    """``num_seqs`` sequences past their prompts, of different lengths so that some grow in every step.
+    """Scheduler with ``num_seqs`` sequences past their prompts, with different lengths so that some grow in every step.
 
     Args:
-        num_places: sequences that may sample in one step; None: all.
+        num_places: maximum sampling sequences per step; None: all.
     """
     config = SchedulerConfig(
         block_size=32,
@@ -57,13 +57,13 @@ def step(scheduler: Scheduler, fingerprint: Fingerprint | None = None) -> StepPl
 
 
 def without_repeats(scheduler: Scheduler) -> None:
-    """One step, planned row by row."""
+    """Run one step that is planned row by row."""
     scheduler._is_settled = False
     step(scheduler)
 
 
 def refill(scheduler: Scheduler, num_seqs: int) -> None:
-    """One step, after which new requests take the place of those that ended."""
+    """Run one step, then replace the ended requests by new ones."""
     step(scheduler)
     while scheduler.num_running + scheduler.num_waiting < num_seqs:
         scheduler.add(Request(600, 300))
@@ -86,13 +86,13 @@ SHARED: Mapping[str, tuple[Sequence[int], int]] = {
     "2 critical, 1 low, 2 places": ((Priority.CRITICAL, Priority.CRITICAL, Priority.LOW), 2),
     "4 high, 4 low, 4 places": ((Priority.HIGH,) * 4 + (Priority.LOW,) * 4, 4),
 }
-"""Priorities of requests that run side by side, and the places that they share."""
+"""Priorities of concurrent requests, and the number of places that they share."""
 MARKS = (50, 100, 250)
 """Steps after which tokens are counted."""
 
 
 def tokens_over_time(priorities: Sequence[int], num_places: int, **policy: Any) -> tuple[list[list[int]], int]:
-    """Tokens of each request at each mark, and the longest that one of them waited for a token, in steps."""
+    """Tokens of each request at each mark, and the longest wait of a request for a token, in steps."""
     config = SchedulerConfig(
         block_size=32,
         num_blocks=len(priorities) * 10,
@@ -116,7 +116,7 @@ def tokens_over_time(priorities: Sequence[int], num_places: int, **policy: Any) 
 
 
 def print_shares() -> None:
-    """The second table: least and most tokens of the requests of each priority."""
+    """Print the second table: minimum and maximum tokens of the requests of each priority."""
     print(f"\n{'requests':<30}{'decode_order':>14}{'aging':>7}{'longest wait':>14}  tokens after {MARKS} steps")
     for name, (priorities, num_places) in SHARED.items():
         agings = (0, 10) if len(set(priorities)) > 1 else (0,)

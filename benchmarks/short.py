@@ -1,9 +1,9 @@
-"""A short table of everything that matters, with a value for each round, which tomorrow's can be compared with.
+"""Short benchmark of the most important figures, with one value per round, for comparisons between days.
 
     python -m benchmarks.short today.json && lockstep bench compare yesterday.json today.json
 
-Works take turns, round by round, so that a busy minute of the machine hurts all of them. Two figures of the machine
-itself stand beside them: if these moved, so may the others have.
+Workloads alternate, round by round, so that other load affects all of them. Two figures of the machine itself help to
+detect changes of the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.comparison.backends import own_server, start_server
-from benchmarks.comparison.workloads import Work, figures
+from benchmarks.comparison.workloads import Workload, figures
 from benchmarks.sampling import CASES, peaked, states_of
 from benchmarks.scheduler import make_scheduler, step
 from lockstep.bench.compare import MACHINE
@@ -38,7 +38,7 @@ from lockstep.report.text import to_lines
 from lockstep.version import __version__
 
 VOCABULARY, SEQUENCES = 49_152, 32
-SERVED = Work(200, SEQUENCES, 64)
+SERVED = Workload(200, SEQUENCES, 64)
 Figures = Mapping[str, float]
 UNITS: Mapping[str, bool] = {
     "GFLOP/s": True,
@@ -48,11 +48,11 @@ UNITS: Mapping[str, bool] = {
     "ms": False,
     "ms CPU/token": False,
 }
-"""Units at the ends of names; True: more is better."""
+"""Unit at the end of a figure's name; True: more is better."""
 
 
 def machine() -> Figures:
-    """Work that is the same in every version: a product and a copy by numpy."""
+    """Figures of work that is the same in every version: a product and a copy by numpy."""
     square, long = np.ones((1024, 1024), np.float32), np.ones(16 << 20, np.float32)
     product_s, copy_s = seconds(lambda: square @ square), seconds(long.copy)
     return {
@@ -62,7 +62,7 @@ def machine() -> Figures:
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Least wall time of some repeats."""
+    """Minimum wall time of several repetitions."""
     spent = []
     for _ in range(repeats):
         begin_s = time.perf_counter()
@@ -81,7 +81,7 @@ def schedule() -> Figures:
 
 
 def sampling() -> Figures:
-    """Processor time of sampling one sequence among 32."""
+    """Processor time of sampling one of 32 sequences."""
     rows, found = peaked(SEQUENCES, VOCABULARY), {}
     for name in ("greedy", "top-k 40, top-p 0.95"):
         states = states_of(CASES[name], SEQUENCES, VOCABULARY)
@@ -93,7 +93,7 @@ def sampling() -> Figures:
 
 
 def engine(llm: LLM, number: int) -> Figures:
-    """The engine in this process at three loads, and the time to the first token of a longer prompt."""
+    """Figures of the engine in this process at three loads, and the time to the first token of a longer prompt."""
     found = {}
     for streams, output_len in ((1, 64), (8, 64), (SEQUENCES, 64)):
         options = ThroughputOptions(streams, 200, output_len, streams, seed=number, num_warmups=0)
@@ -106,7 +106,7 @@ def engine(llm: LLM, number: int) -> Figures:
 
 
 def rounds(model: str, num_rounds: int) -> dict[str, list[float]]:
-    """Values of all figures by name; the first round warms up and is left out."""
+    """Values of all figures by name; the first round is a warm-up and omitted."""
     values: dict[str, list[float]] = {}
     with ExitStack() as stack:
         loading = LoadOptions(EngineOptions(max_num_seqs=SEQUENCES))
@@ -132,14 +132,14 @@ def rounds(model: str, num_rounds: int) -> dict[str, list[float]]:
 
 
 def is_more_better(name: str) -> bool:
-    """By the unit at the end of a figure's name, of two that fit the longer one."""
+    """True if more of the figure is better, by the longest unit that ends its name."""
     unit = max((unit for unit in UNITS if name.endswith(f" {unit}")), key=len)
     return UNITS[unit]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, help="where the JSON is written")
+    parser.add_argument("result", type=Path, help="output file (JSON)")
     parser.add_argument("--model", default="pocket://")
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""What a streamed token costs the server: CPU time of everything from an event of the cluster to the client's socket.
+"""Server cost of a streamed token: CPU time from an event of the cluster to the client's socket.
 
     python -m benchmarks.sse [--streams 32] [--tokens 500]
 
-The cluster is a clock that brings every stream a token per step and computes nothing; server, uvicorn and sockets are
-the real ones, and the client is another process.
+The cluster is a clock that emits one token per step for every stream without computation. Server, uvicorn and sockets
+are real; the client is another process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CLIENT = "--client"
 
 
 class Metronome(Cluster):
-    """A stub that never computes: all open streams get a token at once, as from a step."""
+    """A stub cluster without computation: all open streams get a token at the same time, as from a step."""
 
     def __init__(self, num_streams: int) -> None:
         super().__init__(Manifest.of_model("stub://metronome", ("metronome",)))
@@ -60,7 +60,7 @@ class Metronome(Cluster):
                 return
 
     async def beat(self, num_tokens: int) -> None:
-        """One round: wait for all streams, then bring each so many tokens."""
+        """One round: wait for all streams, then emit ``num_tokens`` tokens to each."""
         await self._begin.wait()
         self._begin.clear()
         mailboxes, self._mailboxes = self._mailboxes, []
@@ -75,7 +75,7 @@ class Metronome(Cluster):
 
 
 def read_streams(port: int, num_streams: int, num_tokens: int) -> None:
-    """The client: asks for all streams and reads them to their end."""
+    """Client process: opens all streams and reads them to their end."""
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": num_tokens})
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
@@ -92,7 +92,7 @@ def read_streams(port: int, num_streams: int, num_tokens: int) -> None:
             data = answered.recv(1 << 16)
             key.data.extend(data)
             if not data:
-                assert b"data: [DONE]" in key.data, "every stream has its end"
+                assert b"data: [DONE]" in key.data, "every stream is complete"
                 selector.unregister(answered)
                 answered.close()
 
@@ -114,7 +114,8 @@ async def measure(num_streams: int, num_tokens: int) -> None:
             await asyncio.sleep(0.01)
         spent_s = time.process_time() - before_s
         print(
-            f"{num_streams} streams of {num_tokens} tokens: {spent_s / (num_streams * num_tokens) * 1e6:.1f} us a token"
+            f"{num_streams} streams of {num_tokens} tokens: {spent_s / (num_streams * num_tokens) * 1e6:.1f} "
+            "us per token"
         )
     server.should_exit = True
     await serving
@@ -122,10 +123,12 @@ async def measure(num_streams: int, num_tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a streamed token costs the server.")
+    parser = argparse.ArgumentParser(description="Server cost of a streamed token.")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=500)
-    parser.add_argument(CLIENT, nargs=3, type=int, metavar=("PORT", "STREAMS", "TOKENS"), help="be the client")
+    parser.add_argument(
+        CLIENT, nargs=3, type=int, metavar=("PORT", "STREAMS", "TOKENS"), help="run as the client process"
+    )
     arguments = parser.parse_args()
     if arguments.client:
         read_streams(*arguments.client)

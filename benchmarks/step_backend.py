@@ -1,7 +1,8 @@
-"""One executor in a process of its own for ``python -m benchmarks.native steps``: asked by JSON lines, it sends times.
+"""One executor in a separate process for ``python -m benchmarks.native steps``: reads requests as JSON lines, writes
+times.
 
-Started as ``python step_backend.py ENGINE MODEL THREADS [ISA]``, under a Python that has the engine: ``native``
-(also of another checkout, whose sources PYTHONPATH names) or ``llama.cpp``.
+It is started as ``python step_backend.py ENGINE MODEL THREADS [ISA]``, with a Python that has the engine: ``native``
+(also of another checkout, by PYTHONPATH) or ``llama.cpp``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 import numpy as np
 
 MAX_STREAMS_TOKENS = 32 * 832
-"""KV that the longest of the steps needs, in tokens."""
+"""KV capacity for the longest step, in tokens."""
 Run = Callable[[], object]
 
 
 class Executors:
-    """Our own executor. A step is made once, and repeated."""
+    """The native executor. A step is built once and repeated."""
 
     def __init__(self, model: str, threads: int, isa: str | None) -> None:
         from lockstep.artifacts.source import open_artifact
@@ -36,7 +37,9 @@ class Executors:
         self.load_s = time.perf_counter() - begin
         self._executor.allocate(MAX_STREAMS_TOKENS // 32, 1)
         content = np.zeros((1, self._executor.geometry.bytes_per_block), np.uint8)
-        for block in range(1, MAX_STREAMS_TOKENS // 32 + 1):  # memory of its own: else one page of zeros is read again
+        for block in range(
+            1, MAX_STREAMS_TOKENS // 32 + 1
+        ):  # separate memory; otherwise every read hits one page of zeros
             self._executor.write_blocks([block], content)
 
     def step(self, streams: int, past: int, length: int) -> Run:
@@ -54,7 +57,8 @@ class Executors:
 
 
 class LlamaCpp:
-    """llama.cpp by its low-level interface: a context for each shape, flash attention and KV caches by its defaults."""
+    """llama.cpp by its low-level interface: one context per shape, with flash attention and KV caches by its
+    defaults."""
 
     def __init__(self, model: str, threads: int) -> None:
         import llama_cpp
@@ -84,7 +88,7 @@ class LlamaCpp:
             self._decode(streams, begin, min(50, past - begin))
 
         def run() -> None:
-            if past:  # the same step again: what it wrote is removed first
+            if past:  # repeat the step: remove what it wrote first
                 for sequence in range(streams):
                     lib.llama_memory_seq_rm(lib.llama_get_memory(self._context), sequence, past, -1)
             else:
@@ -125,7 +129,7 @@ def memory_mb() -> dict[str, int]:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is not part of the protocol
+    os.dup2(2, 1)  # output of libraries is not part of the protocol
     name, model, threads, *rest = sys.argv[1:]
     engine: Any
     if name == "llama.cpp":
@@ -134,11 +138,11 @@ def main() -> None:
         engine = Executors(model, int(threads), rest[0] if rest else None)
     out.write(json.dumps({"load_s": engine.load_s}) + "\n")
     for line in sys.stdin:
-        asked = json.loads(line)
-        if asked == "memory":
+        request = json.loads(line)
+        if request == "memory":
             out.write(json.dumps(memory_mb()) + "\n")
             continue
-        streams, past, length, repeats = asked
+        streams, past, length, repeats = request
         run, times = engine.step(streams, past, length), []
         run()
         for _ in range(repeats):

@@ -1,12 +1,13 @@
-"""What a server costs around the engine: the same requests in this process, and streamed by a real `lockstep serve`.
+"""Server overhead: the same requests in this process, and streamed by a real `lockstep serve`.
 
     python -m benchmarks.streaming                          # pocket://
-    python -m benchmarks.streaming --model model.gguf       # any model, beside pocket with --model pocket://
+    python -m benchmarks.streaming --model model.gguf       # any model; add --model pocket:// for both
 
-32 requests of 200 tokens in and 64 out, all at once, in rounds that alternate between the two so that a busy machine
-hurts both; other prompts in every round, so that no prefix cache helps. The ratio of output tokens per second is what
-counts: medians over rounds, with the least and the greatest. Processor time per output token stands beside it, that of
-the server with its worker apart from that of the client, which on a small machine takes its share from the server.
+32 requests with 200 prompt tokens and 64 output tokens run concurrently, in rounds that alternate between the two so
+that other load affects both. Prompts differ in every round, so the prefix cache has no effect. The main figure is the
+ratio of output tokens per second: medians over rounds, with minimum and maximum. The processor time per output token is
+reported separately for the server with its worker and for the client, which on a small machine competes with the
+server.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ READY = "lockstep: ready on "
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One pass over all requests; seconds."""
+    """One pass over all requests, in seconds."""
 
     num_tokens: int
     duration_s: float
     cpu_s: float
-    """Of whoever computes: this process, or the server with its worker."""
+    """Processor time of this process, or of the server with its worker."""
     client_cpu_s: float = 0.0
 
     @property
@@ -55,7 +56,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests of one round, as both sides take them."""
+    """Requests of one round, for both sides."""
 
     samples: tuple[Sample, ...]
     units: Units
@@ -67,7 +68,7 @@ class Load:
 
 @contextmanager
 def serving(model: str, num_sequences: int, extra: Sequence[str]) -> Iterator[tuple[Target, psutil.Process]]:
-    """A real server process; its target and itself."""
+    """Server process with its target."""
     command = [sys.executable, "-m", "lockstep", "serve", model, "--port", "0", "--max-num-seqs", str(num_sequences)]
     process = subprocess.Popen([*command, "--log-level", "warning", *extra], stdout=subprocess.PIPE, text=True)
     try:
@@ -85,7 +86,7 @@ def _ready_url(process: subprocess.Popen[str]) -> str:
             return line.removeprefix(READY).split(",")[0].strip()
         if time.monotonic() - started_s > START_LIMIT_S:
             break
-    raise SystemExit("the server did not get ready")
+    raise SystemExit("the server did not become ready")
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -137,7 +138,7 @@ def report(model: str, pairs: Sequence[tuple[Round, Round]]) -> None:
 
 
 def compare(model: str, arguments: argparse.Namespace) -> None:
-    """Rounds of both sides, one after the other; the first pair warms up and is left out."""
+    """Rounds of both sides, alternately; the first pair is a warm-up and omitted."""
     engine = EngineOptions(kv_cache_memory_bytes=arguments.kv_bytes, max_num_seqs=arguments.requests)
     options = LoadOptions(engine)
     lengths = RandomLengths(arguments.input_len, arguments.output_len)
@@ -155,14 +156,14 @@ def compare(model: str, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="may be repeated; pocket:// by default")
+    parser.add_argument("--model", action="append", help="model; may be repeated (default: pocket://)")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=200)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kv-bytes", type=int, default=1 << 30, help="size of each side's KV pool")
     parser.add_argument(
-        "--serve-flag", action="append", default=[], help="another flag for the server, as --flag=value"
+        "--serve-flag", action="append", default=[], help="additional flag of the server, as --flag=value"
     )
     arguments = parser.parse_args()
     for model in arguments.model or ["pocket://"]:

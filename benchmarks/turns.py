@@ -1,12 +1,12 @@
-"""Two models on one device: one loop that hands out steps, against a thread for each that steps as it likes.
+"""Two models on one device: one loop that schedules their steps, against one independent thread per model.
 
     python -m benchmarks.turns                          # the embedded model, twice
     python -m benchmarks.turns --second out.gguf
 
-Both ways are device workers: one worker with two replicas, or two workers with one replica each. In every round each
-model decodes alone, then both at once in each way. What counts is the sum of what each model got of the speed that it
-has alone (1: as good as dividing the time), the smaller of the two parts, the gaps between a stream's tokens, and the
-processor time for one part of the sum. Ratios of the two ways are of one round.
+Both ways use device workers: one worker with two replicas, or two workers with one replica each. In every round each
+model decodes alone, then both decode concurrently in each way. Figures are the sum of each model's share of its speed
+alone (1: as good as dividing the time), the smaller of the two shares, the gaps between a stream's tokens, and the
+processor time per unit of the sum. Ratios of the two ways are of one round.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from lockstep.worker.messages import Abort, Event, Load, Loaded, LoadFailed, Out
 ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1900)
 PROMPT_TOKENS = 32
 SETTLE_TOKENS = 5
-"""Of each stream before a window begins: beyond the prompts, when what their long steps owed is paid."""
+"""Tokens of each stream before a window begins: after the prompts, when the credits for their long steps are
+settled."""
 SETTLE_LIMIT_S = 60.0
 LOAD_LIMIT_S = 600.0
 
 
 class Device:
-    """A worker with its threads; writes down when which request got tokens."""
+    """A worker with its threads; records when each request gets tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[tuple[float, int]] = []
         self._loaded: list[Event] = []
         self._said = threading.Condition()
-        self.worker = DeviceWorker(self._hear)
+        self.worker = DeviceWorker(self._on_event)
         self._steps = threading.Thread(target=self.worker.run, daemon=True)
         self._steps.start()
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, Outputs):
             now_s = time.perf_counter()
             self.tokens.extend((now_s, output.request_id) for output in event.outputs if output.token_ids)
@@ -71,56 +72,59 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one model got in a window."""
+    """Figures of one model in a window."""
 
     tokens_per_s: float
     gaps_s: tuple[float, ...]
-    """Between the tokens of a stream: median, 99th percentile."""
+    """Gaps between the tokens of a stream: median, 99th percentile."""
 
 
 def window(
     at: Sequence[tuple[Device, str]], ids: Iterator[int], num_streams: int, length_s: float
 ) -> tuple[list[Measured], float]:
-    """Let models decode at once; what each got, and the processor time of the window in seconds."""
-    asked = [(device, key, [next(ids) for _ in range(num_streams)]) for device, key in at]
-    for device, _, _ in asked:
+    """Decode with several models concurrently; returns the figures of each, and the processor time of the window in
+    seconds."""
+    streams = [(device, key, [next(ids) for _ in range(num_streams)]) for device, key in at]
+    for device, _, _ in streams:
         device.tokens.clear()
-    for device, key, request_ids in asked:
+    for device, key, request_ids in streams:
         for number in request_ids:
             prompt = tuple((7 * number + position) % 3000 + 5 for position in range(PROMPT_TOKENS))
             device.worker.handle(Submit(number, key, GenerationRequest(prompt, ENDLESS)))
-    settle(asked)
+    settle(streams)
     begin_s, used_s = time.perf_counter(), time.process_time()
     time.sleep(length_s)
     end_s, used_s = time.perf_counter(), time.process_time() - used_s
-    for device, key, request_ids in asked:
+    for device, key, request_ids in streams:
         device.worker.handle(Abort(key, tuple(request_ids)))
     measured = []
-    for device, _, request_ids in asked:
-        told: dict[int, list[float]] = {number: [] for number in request_ids}
+    for device, _, request_ids in streams:
+        times_of: dict[int, list[float]] = {number: [] for number in request_ids}
         for at_s, number in device.tokens.copy():
-            if number in told and begin_s <= at_s < end_s:
-                told[number].append(at_s)
-        gaps = sorted(late - early for times in told.values() for early, late in itertools.pairwise(times))
-        count = sum(map(len, told.values()))
+            if number in times_of and begin_s <= at_s < end_s:
+                times_of[number].append(at_s)
+        gaps = sorted(late - early for times in times_of.values() for early, late in itertools.pairwise(times))
+        count = sum(map(len, times_of.values()))
         shown = (gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100]) if gaps else (length_s, length_s)
         measured.append(Measured(count / (end_s - begin_s), shown))
     time.sleep(0.2)
     return measured, used_s
 
 
-def settle(asked: Sequence[tuple[Device, str, list[int]]]) -> None:
-    """Wait until every stream is under way."""
-    for device, key, request_ids in asked:
+def settle(streams: Sequence[tuple[Device, str, list[int]]]) -> None:
+    """Wait until every stream has produced tokens."""
+    for device, key, request_ids in streams:
         until_s = time.perf_counter() + SETTLE_LIMIT_S
         while min(map([number for _, number in device.tokens.copy()].count, request_ids)) < SETTLE_TOKENS:
             if time.perf_counter() > until_s:
-                raise SystemExit(f"model {key} gave its streams no {SETTLE_TOKENS} tokens in {SETTLE_LIMIT_S:g} s")
+                raise SystemExit(
+                    f"the streams of model {key} did not get {SETTLE_TOKENS} tokens in {SETTLE_LIMIT_S:g} s"
+                )
             time.sleep(0.05)
 
 
 def compare(sources: Sequence[str], num_streams: int, length_s: float, rounds: int, priority: int) -> None:
-    """All in turns, round by round; prints medians."""
+    """Run all ways alternately, round by round, and print medians."""
     shared, apart = Device(), (Device(), Device())
     for key, source, own in zip("ab", sources, apart, strict=True):
         shared.load(key, source, num_streams, priority if key == "a" else Priority.NORMAL)
@@ -134,7 +138,7 @@ def compare(sources: Sequence[str], num_streams: int, length_s: float, rounds: i
             got, used_s = window(at, ids, num_streams, length_s)
             parts = [mine.tokens_per_s / whole.tokens_per_s for mine, whole in zip(got, alone, strict=True)]
             gaps_ms = [1e3 * gap for mine in got for gap in mine.gaps_s]
-            if turn:  # the first is for warming up
+            if turn:  # the first turn is a warm-up
                 rows[way].append([sum(parts), *parts, *gaps_ms, used_s / sum(parts)])
     print(f"{sources[0]} and {sources[1]}, {num_streams} streams each, medians of {rounds} windows of {length_s:g} s")
     print("            sum  part a  part b   a: gap, p99 (ms)   b: gap, p99 (ms)   processor s per part")
@@ -156,7 +160,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--priority", type=int, default=Priority.NORMAL, help="class of the first model, in turns")
+    parser.add_argument(
+        "--priority", type=int, default=Priority.NORMAL, help="priority of the first model (default: normal)"
+    )
     arguments = parser.parse_args()
     sources = (arguments.first, arguments.second)
     compare(sources, arguments.streams, arguments.seconds, arguments.rounds, arguments.priority)

@@ -1,12 +1,12 @@
-"""What it costs that the model runs behind messages: in threads, and in a process of its own.
+"""Cost of running the model behind messages: in threads, and in a separate process.
 
     python -m benchmarks.worker                  # the embedded model
     python -m benchmarks.worker --model out.gguf
 
-First the path of the messages alone, in processor time per token: a step's outputs encoded and framed, then decoded,
-put into mailboxes and taken out. Then tokens per second of concurrent streams, the ways to run a model in turns within
-one run: ratios count, and on a machine that others use the processor time, the worker process's included, more than
-the speed. Last, how long a worker that was killed is away, beside the time that its model takes to load.
+The first table has the processor time per token of the message path alone: a step's outputs are encoded and framed,
+then decoded, put into mailboxes and taken out. The second table has tokens per second of concurrent streams, for each
+way to run a model, alternately within one run; compare ratios, and on a shared machine the processor time, including
+that of the worker process. The last figure is the time to replace a killed worker, and the load time of its model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Way:
     name: str
     stream: Stream
     pid: int | None = None
-    """Of the worker process, if there is one."""
+    """Id of the worker process; None: there is none."""
 
 
 async def message_path(num_streams: int, logprobs: tuple[TokenLogprobs, ...] | None) -> tuple[int, float, float]:
@@ -78,7 +78,7 @@ async def message_path(num_streams: int, logprobs: tuple[TokenLogprobs, ...] | N
 
 
 async def tokens_per_second(way: Way, num_streams: int, num_tokens: int) -> tuple[float, float, float]:
-    """Of all streams together, then microseconds of this process's and of all processor time per token."""
+    """Tokens per second of all streams, then microseconds per token of this process and of all processes."""
     params = replace(GREEDY, max_tokens=num_tokens)
 
     async def read(number: int) -> None:
@@ -95,7 +95,7 @@ async def tokens_per_second(way: Way, num_streams: int, num_tokens: int) -> tupl
 
 
 def processor_time_s(pid: int | None) -> float:
-    """Of another process so far; none: no time."""
+    """Processor time of another process so far; 0 for no process."""
     if pid is None:
         return 0.0
     times = psutil.Process(pid).cpu_times()
@@ -103,7 +103,7 @@ def processor_time_s(pid: int | None) -> float:
 
 
 async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) -> None:
-    """All ways in turns; medians of each, and of the ratios to the engine in this process."""
+    """Run all ways alternately; medians of each, and of the ratios to the engine in this process."""
     load = LoadOptions(EngineOptions(max_num_seqs=num_streams))
     manifest = Manifest.of_model(model, ("m",))
     thread = Cluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("thread")))
@@ -120,7 +120,7 @@ async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) ->
     for turn in range(rounds + 1):
         for way in ways:
             measured = await tokens_per_second(way, num_streams, num_tokens)
-            if turn:  # the first is for warming up
+            if turn:  # the first turn is a warm-up
                 figures[way.name].append(measured)
     print(f"\n{model}, {num_streams} streams of {num_tokens} tokens, medians of {rounds} rounds")
     print("           tokens/s   ratio   us/token here   us/token in all   ratio")
@@ -137,7 +137,7 @@ async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) ->
 
 
 async def come_back(model: Cluster) -> None:
-    """How long a killed worker is away."""
+    """Time until a killed worker is replaced."""
     load_s, pid = model.snapshot().replicas[0].load_s, model.worker_pid
     assert load_s is not None
     assert pid is not None
@@ -146,7 +146,7 @@ async def come_back(model: Cluster) -> None:
     while model.worker_pid == pid or not model.health().ready:
         await asyncio.sleep(0.005)
     away_s = time.perf_counter() - killed
-    print(f"\nkilled and back in {away_s:.2f} s; its model loads in {load_s:.2f} s (goal: 2 s more at most)")
+    print(f"\nkilled worker replaced in {away_s:.2f} s; its model loads in {load_s:.2f} s (goal: at most 2 s more)")
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from functools import cache
 
 import pytest
 
-from tools.hops import way_of
 from tools.measures import (
     GROWS,
     MAP_PAGE,
@@ -21,6 +20,7 @@ from tools.measures import (
     ratchets_of,
     with_map,
 )
+from tools.request_path import trace_request_path
 from tools.shape import counts_of, counts_of_test
 
 HELD: Mapping[str, float] = json.loads((ROOT / RATCHETS).read_text())
@@ -72,9 +72,9 @@ def test_the_map_is_of_these_files() -> None:
 
 
 @pytest.mark.slow
-def test_the_way_of_a_chat_request_is_no_longer_than_it_was() -> None:
-    """`make measures` lists its hops."""
-    assert worse(way_of(ROOT).figures) == []
+def test_the_path_of_a_chat_request_has_not_grown() -> None:
+    """`make measures` lists its handovers."""
+    assert worse(trace_request_path(ROOT).figures) == []
 
 
 def test_the_shape_of_code_is_counted() -> None:

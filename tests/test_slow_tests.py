@@ -41,8 +41,8 @@ def test_a_new_slow_file_fails_and_a_listed_file_within_the_limit_is_reported() 
     assert is_wrong
     assert [line.split()[2] for line in lines] == ["new", "old", "better", "renamed"]
     assert "over the limit" in lines[0]
-    assert "take it off" in lines[2]
-    assert "another name" in lines[3]
+    assert "remove it from KNOWN" in lines[2]
+    assert "renamed" in lines[3]
     assert not lines_about({"old": LIMIT_S + 2}, frozenset({"old"}))[1]
 
 

@@ -1,7 +1,7 @@
 """Pictures of the dashboard for the documentation: `python -m tools.dashboard_pictures` writes docs/dashboard-*.png.
 
-The customer-support cluster on the embedded model, while more clients talk to it than it has places for, so that
-requests say why they waited.
+The pictures show the customer-support cluster on the embedded model with more clients than places, so that requests
+have wait reasons.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_CLIENTS, NUM_PLACES, WARM_UP_S = 6, 2, 20.0
 
 
 def talk(server: ServerProcess, number: int, ended: threading.Event) -> None:
-    """One client, until it is told to end."""
+    """Run one client until ``ended`` is set."""
     with server.client() as client:
         for turn in range(10_000):
             if ended.is_set():
@@ -39,7 +39,7 @@ def talk(server: ServerProcess, number: int, ended: threading.Event) -> None:
 
 
 def picture(tab: Page, path: Path) -> None:
-    """What a tab shows, with the details of a request that waited."""
+    """Picture of a tab with the details of a request that waited."""
     tab.bring_to_front()
     waited = tab.locator("#requests tr", has_text="sequences run").first
     waited.get_by_role("button", name="details").dispatch_event("click")

@@ -1,9 +1,9 @@
-"""Tables of docs/gate.md and docs/gate-reference.md from the code that they describe.
+"""Tables of docs/gate.md and docs/gate-reference.md, generated from the code that they describe.
 
     python -m tools.gate_reference          write them
-    python -m tools.gate_reference --check  exit code 1 if they are not what is written
+    python -m tools.gate_reference --check  exit code 1 if the documents differ from them
 
-A table stands behind a line ``<!-- NAME -->`` and ends at the next empty line.
+A table follows a line ``<!-- NAME -->`` and ends at the next empty line.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ TABLES = {
 
 
 def with_tables(text: str) -> str:
-    """The page with its tables as they are now."""
+    """Document with its current tables."""
     lines = text.split("\n")
     done: list[str] = []
     while lines:
@@ -92,7 +92,7 @@ def with_tables(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="compare only, write nothing")
     args = parser.parse_args()
     texts = {page: page.read_text() for page in PAGES}
     if args.check:

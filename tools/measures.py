@@ -1,12 +1,12 @@
-"""Measures of the codebase: how much code there is, how it is cut, how far apart what belongs together lies.
+"""Measures of the codebase: counts lines, files, imports, import cycles, test shares and words, and sets ratchets.
 
-`python -m tools.measures` prints the table (a few seconds; `make lint` does). With ``--verbs`` also what each verb
-imports; with ``--trace`` also the way of one streamed chat request (`tools.hops`); ``--root`` looks at another tree.
-``--tighten`` lowers the ratchets of `tests/test_ratchets.py` to what is; ``--map`` writes the map of files into
-ARCHITECTURE.md.
+`python -m tools.measures` prints the table (a few seconds; `make lint` runs it). ``--verbs`` adds the imports of each
+verb; ``--trace`` adds the path of one streamed chat request (`tools.request_path`); ``--root`` measures another tree.
+``--tighten`` lowers the ratchets of `tests/test_ratchets.py` to the current values; ``--map`` writes the map of files
+into ARCHITECTURE.md.
 
-Code lines are neither blank nor comments nor docstrings. Imports count wherever they stand: in functions and
-for type checking as well.
+Code lines exclude blank lines, comments and docstrings. Imports count at any position, also in functions and for type
+checking.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tools.hops import way_of
+from tools.request_path import trace_request_path
 from tools.shape import totals
 from tools.words import denied_words
 
@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RATCHETS = Path("tests") / "ratchets.json"
 SMALL_LINES = 60
 INDIRECT = frozenset(["What", "Who", "Whom", "Whose", "Of", "How", "Where", "Whether", "When", "Why", "Which"])
-"""A docstring that begins so is a clause that leans on its neighbour, not a name of the thing or a command."""
+"""First words of docstrings that depend on a neighbour, because they begin a clause and not a noun phrase or a
+command."""
 MAP_PAGE = "ARCHITECTURE.md"
 MAP_BEGIN, MAP_END = "<!-- map: `make map` writes it -->", "<!-- end of the map -->"
 _LEADING_COMMENT = re.compile(r"(?://[^\n]*\n)+")
@@ -39,22 +40,22 @@ _LEADING_COMMENT = re.compile(r"(?://[^\n]*\n)+")
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A file of Python, and what was read from it."""
+    """A Python file with the data read from it."""
 
     name: str
     path: Path
     num_lines: int
     num_code_lines: int
     imports: frozenset[tuple[str, str]]
-    """Module and name of each; a name of "" is the module itself."""
+    """Module and name of each import; the name "" is the module itself."""
     purpose: str
-    """The first sentence of its docstring."""
+    """First sentence of the docstring."""
     indirect_docstrings: tuple[tuple[int, str], ...]
-    """Line and first word of those that do not stand alone."""
+    """Line and first word of docstrings that depend on a neighbour."""
 
     @property
     def package(self) -> str:
-        """Its folder in the package; of a module beside the packages, its file."""
+        """Folder of the module in the package; for a module outside of folders, its file."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else "__init__"
 
@@ -68,7 +69,7 @@ class Module:
 
 
 def read_module(name: str, path: Path) -> Module:
-    """Parse a file once for all measures; the tree is not kept."""
+    """Parse a file once for all measures; the tree is not stored."""
     text = path.read_text()
     tree = ast.parse(text)
     lines = {
@@ -108,7 +109,7 @@ class Codebase:
 
     @cached_property
     def modules(self) -> Mapping[str, Module]:
-        """By dotted name, sorted."""
+        """Modules by dotted name, sorted."""
         return _modules(self.root / "src", self.root / "src" / "lockstep")
 
     @cached_property
@@ -117,7 +118,7 @@ class Codebase:
 
     @cached_property
     def imports(self) -> Mapping[str, frozenset[str]]:
-        """Modules of ours that a module names, itself aside."""
+        """Modules of the package that each module imports, without itself."""
         return {name: frozenset(_imported(module, self.modules)) - {name} for name, module in self.modules.items()}
 
     @cached_property
@@ -130,7 +131,7 @@ class Codebase:
 
     @cached_property
     def single_importer(self) -> list[str]:
-        """Modules that only one other module imports; packages' fronts and entry points aside."""
+        """Modules with exactly one importer, except `__init__` modules and entry points."""
         return [
             name
             for name, importers in self.importers.items()
@@ -139,7 +140,7 @@ class Codebase:
 
     @property
     def repeated_names(self) -> list[str]:
-        """File names that several packages have."""
+        """File names in several packages."""
         packages: dict[str, set[str]] = {}
         for module in self.modules.values():
             if not module.is_package:
@@ -148,7 +149,7 @@ class Codebase:
 
     @cached_property
     def packages(self) -> Sequence[str]:
-        """Packages that have code."""
+        """Packages with code."""
         fronts = (module for module in self.modules.values() if module.is_package and module.name.count(".") == 1)
         return [module.package for module in fronts if self.num_code_lines(module.package) > SMALL_LINES]
 
@@ -163,7 +164,7 @@ class Codebase:
 
     @cached_property
     def circles(self) -> list[list[str]]:
-        """Modules that import one another: the strongly connected parts of the graph (Tarjan 1972)."""
+        """Groups of modules that import one another: strongly connected components of the graph (Tarjan 1972)."""
         index: dict[str, int] = {}
         low: dict[str, int] = {}
         stack: list[str] = []
@@ -207,7 +208,7 @@ def _modules(base: Path, folder: Path) -> dict[str, Module]:
 
 
 def _imported(module: Module, known: Mapping[str, Module]) -> Iterator[str]:
-    """Modules of ours: the named one where the name is a module's, else the one that it is taken from."""
+    """Imported modules of the package: the named one, or the module that contains the name."""
     for source, name in module.imports:
         inner = f"{source}.{name}"
         if inner in known or source in known:
@@ -218,7 +219,7 @@ Values = dict[str, float]
 
 
 def ratchets_of(codebase: Codebase) -> Values:
-    """What may only become smaller; of a share of tests, what it lacks to the goal is counted."""
+    """Measures that may only decrease; for a share of tests, the amount that is missing to the goal."""
     values: Values = {
         "code lines": sum(module.num_code_lines for module in codebase.modules.values()),
         "files": len(codebase.modules),
@@ -226,7 +227,7 @@ def ratchets_of(codebase: Codebase) -> Values:
         "modules with one importer": len(codebase.single_importer),
         "file names in several packages": len(codebase.repeated_names),
         "circles": len(codebase.circles),
-        "docstrings that lean on a neighbour": len(codebase.indirect_docstrings),
+        "docstrings that depend on a neighbour": len(codebase.indirect_docstrings),
     }
     for package in codebase.packages:
         values[f"code lines of {package}"] = codebase.num_code_lines(package)
@@ -240,11 +241,11 @@ def ratchets_of(codebase: Codebase) -> Values:
 
 
 GROWS = "test share"
-"""Ratchets that begin so may only become larger."""
+"""Prefix of ratchets that may only increase."""
 
 
 def table(codebase: Codebase) -> Iterator[str]:
-    """The measures, a line each, and the packages'."""
+    """Measures of the codebase and of its packages, one line each."""
     header = ("package", "code", "files", f"<{SMALL_LINES}", "one importer", "tests", "tests:code")
     rows: list[tuple[object, ...]] = []
     for package in codebase.packages:
@@ -284,24 +285,24 @@ HELP = "import lockstep.cli.main; sys.argv[1:] = {words!r}; lockstep.cli.main.ma
 BEGINNINGS = {"import lockstep": "import lockstep", "lockstep --help": HELP.format(words=["--help"])}
 """Imports that every user waits for."""
 Beginning = tuple[int, int, int]
-"""Modules of ours, modules in all, and milliseconds."""
+"""Lockstep modules, all modules, and milliseconds."""
 
 
 def imports_of(root: Path, with_verbs: bool = False) -> dict[str, Beginning]:
-    """What is imported by what a user begins with, each in a process of its own."""
-    asked = dict(BEGINNINGS)
+    """Imports of the commands that users start with, each measured in a separate process."""
+    commands = dict(BEGINNINGS)
     if with_verbs:
         listed = _run(root, "import lockstep.cli.main as m, typer; print(*typer.main.get_command(m.app).commands)")
-        asked |= {f"lockstep {verb} --help": HELP.format(words=[verb, "--help"]) for verb in listed.stdout.split()}
+        commands |= {f"lockstep {verb} --help": HELP.format(words=[verb, "--help"]) for verb in listed.stdout.split()}
     found: dict[str, Beginning] = {}
-    for name, code in asked.items():
+    for name, code in commands.items():
         ours, modules, ms = map(int, _run(root, COUNT_IMPORTS, code).stderr.split()[-3:])
         found[name] = (ours, modules, ms)
     return found
 
 
 def import_ratchets_of(root: Path) -> Values:
-    return {f"modules of ours by {name}": ours for name, (ours, _, _) in imports_of(root).items()}
+    return {f"Lockstep modules by {name}": ours for name, (ours, _, _) in imports_of(root).items()}
 
 
 def _run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -312,7 +313,7 @@ def _run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def tighten(root: Path, values: Values) -> None:
-    """Set ratchets to what is, but none to something worse."""
+    """Set ratchets to the current values, but never to a worse value."""
     path = root / RATCHETS
     held: Values = json.loads(path.read_text()) if path.exists() else {}
     for name, value in values.items():
@@ -325,7 +326,7 @@ def better(name: str, value: float, other: float) -> float:
 
 
 def map_lines(codebase: Codebase) -> Iterator[str]:
-    """A line for each file: its path and what it is for."""
+    """One line per file: its path and its purpose."""
     folder = None
     for module in sorted(codebase.modules.values(), key=lambda module: (module.path.parent, not module.is_package)):
         path = module.path.relative_to(codebase.root / "src" / "lockstep")
@@ -339,7 +340,7 @@ def map_lines(codebase: Codebase) -> Iterator[str]:
 
 
 def _native_lines(root: Path) -> Iterator[str]:
-    """A line for each file of C++ that begins with a comment; the others instantiate a header for a processor."""
+    """One line per C++ file that begins with a comment; the other files instantiate a header for a processor."""
     folder = root / "src" / "lockstep" / "executors" / "native" / "cpp"
     yield f"\n**{folder.relative_to(root / 'src' / 'lockstep').as_posix()}/** The forward pass in C++\n"
     for path in sorted(folder.glob("*.[ch]pp")):
@@ -350,7 +351,7 @@ def _native_lines(root: Path) -> Iterator[str]:
 
 
 def with_map(text: str, lines: Iterable[str]) -> str:
-    """A page with this map between its markers."""
+    """Document with the given map between its markers."""
     before, _, rest = text.partition(MAP_BEGIN)
     _, _, after = rest.partition(MAP_END)
     return f"{before}{MAP_BEGIN}\n" + "\n".join(lines) + f"\n\n{MAP_END}{after}"
@@ -358,30 +359,34 @@ def with_map(text: str, lines: Iterable[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to look at")
-    parser.add_argument("--verbs", action="store_true", help="also what each verb imports")
-    parser.add_argument("--trace", action="store_true", help="also the way of one streamed chat request")
-    parser.add_argument("--tighten", action="store_true", help="lower the ratchets to what is")
+    parser.add_argument("--root", type=Path, default=ROOT, help="tree to measure")
+    parser.add_argument("--verbs", action="store_true", help="also print the imports of each verb")
+    parser.add_argument("--trace", action="store_true", help="also print the path of one streamed chat request")
+    parser.add_argument("--tighten", action="store_true", help="lower the ratchets to the current values")
     parser.add_argument("--map", action="store_true", help="write the map of files")
-    parser.add_argument("--lists", action="store_true", help="also the modules, docstrings and words that are counted")
-    asked = parser.parse_args(arguments)
-    codebase = Codebase(asked.root.resolve())
-    if asked.map:
+    parser.add_argument("--lists", action="store_true", help="also list the counted modules, docstrings and words")
+    options = parser.parse_args(arguments)
+    codebase = Codebase(options.root.resolve())
+    if options.map:
         page = codebase.root / MAP_PAGE
         page.write_text(with_map(page.read_text(), map_lines(codebase)))
         return
-    way = way_of(codebase.root) if asked.trace else None
-    if asked.tighten:
+    request_path = trace_request_path(codebase.root) if options.trace else None
+    if options.tighten:
         tighten(
             codebase.root,
-            ratchets_of(codebase) | import_ratchets_of(codebase.root) | ({} if way is None else way.figures),
+            ratchets_of(codebase)
+            | import_ratchets_of(codebase.root)
+            | ({} if request_path is None else request_path.figures),
         )
         return
     print("\n".join(table(codebase)))
     print(
-        "\n".join(_aligned([("", "modules of ours", "modules", "ms"), *_rows(imports_of(codebase.root, asked.verbs))]))
+        "\n".join(
+            _aligned([("", "Lockstep modules", "modules", "ms"), *_rows(imports_of(codebase.root, options.verbs))])
+        )
     )
-    if asked.lists:
+    if options.lists:
         single = (f"{name}  (only {codebase.importers[name][0]})" for name in codebase.single_importer)
         small = (name for name, module in codebase.modules.items() if module.is_small)
         words = (
@@ -390,8 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         lists = (single, small, codebase.repeated_names, codebase.indirect_docstrings, words)
         print(*("\n".join(("", *each)) for each in lists), sep="\n")
-    if way is not None:
-        print("\n".join(way.lines()))
+    if request_path is not None:
+        print("\n".join(request_path.lines()))
 
 
 def _rows(imports: Mapping[str, Beginning]) -> Iterator[tuple[object, ...]]:

@@ -1,12 +1,11 @@
-"""Thirty small defects, one at a time: do the tests of their package find them?
+"""Mutation tests: apply thirty small defects, one at a time, and check that the tests of their package fail.
 
-`python -m tools.mutations` copies the tree, puts one mutation after the other into the copy, and runs the tests of
-its package; a mutation that no test of the package catches survived, and its tests prove less than they should. The
-work takes an hour or so on two cores: tests whose files have a hint in their name go first, and only what they let
-through is tried on the whole package.
+`python -m tools.mutations` copies the tree, applies one mutation after the other to the copy, and runs the tests of its
+package. A mutation that no test of the package catches survived, so the tests are insufficient. A run takes about an
+hour on two cores: tests whose file names match the hint run first, and the whole package runs only if these pass.
 
-A mutation finds its place by what stands there, not by a path, so files may be renamed and merged; and by a regular
-expression, so that names may change. A place that is not found exactly once is a mutation to be mended.
+A mutation is located by a regular expression on the source text, not by a path, so files and names may change. A
+pattern that does not match exactly once must be corrected.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("src", "tests", "tools", "benchmarks", "examples", "docs", "deploy", "pyproject.toml")
 TIMEOUT_S = 1200.0
-"""For one package; a test that hangs is caught as well."""
+"""Time limit of one package in seconds; a test that hangs counts as caught."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,11 @@ class Mutation:
 
     package: str
     pattern: str
-    """A regular expression that the package's code has once; of it, group 0 is replaced."""
+    """Regular expression that matches exactly once in the package's code; group 0 is replaced."""
     replacement: str
-    """With ``\\1`` and so on for the pattern's groups."""
+    """Replacement, with ``\\1`` and so on for the pattern's groups."""
     hint: str
-    """A regular expression for the names of test files that should catch it; empty: none is likelier than others."""
+    """Regular expression for the names of test files that should catch it; empty: no hint."""
 
 
 MUTATIONS: Sequence[Mutation] = (
@@ -66,7 +65,7 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation("engine", r"1 <= (len\(request\.session_id\)) <= MAX", r"1 <= \1 < MAX", "sessions|input_processing"),
     Mutation("engine", r"\(len\(prompt_ids\), 1, \(\), ", "(len(prompt_ids), 2, (), ", "pooling|embeddings"),
     Mutation("engine", r"reason is not FinishReason\.ERROR and (generation\.pooler)", r"\1", "answers"),
-    # Text as it comes.
+    # Text deltas.
     Mutation("engine", r"= min\(found\)$", "= max(found)", "stops"),
     # The device scheduler.
     Mutation("worker", r"min\(able, key=\w+\)", "able[-1]", "turns|device_scheduler"),
@@ -92,17 +91,19 @@ MUTATIONS: Sequence[Mutation] = (
 
 
 def place_of(package: Path, mutation: Mutation) -> tuple[Path, str]:
-    """The one file of the package that the mutation changes, and its text with the defect."""
+    """File of the package that the mutation changes, and its text with the defect."""
     found: list[tuple[Path, str]] = []
     for path in sorted((package / mutation.package).rglob("*.py")):
         text, count = re.subn(mutation.pattern, mutation.replacement, path.read_text(), flags=re.MULTILINE)
         found += [(path, text)] * count
-    assert len(found) == 1, f"{mutation.package}: {mutation.pattern!r} stands in {len(found)} places; mend the mutation"
+    assert len(found) == 1, (
+        f"{mutation.package}: {mutation.pattern!r} matches {len(found)} times, not once; correct the mutation"
+    )
     return found[0]
 
 
 def outcomes(root: Path, mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, str]]:
-    """What became of each: by which run of tests it was caught, or that it survived."""
+    """Outcome of each mutation: the test run that caught it, or that it survived."""
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         scratch = Path(folder)
         for name in COPIED:
@@ -146,10 +147,10 @@ def _passes(scratch: Path, tests: Sequence[Path]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to try them on")
-    parser.add_argument("--package", help="only those of one package")
-    parser.add_argument("--only", type=int, help="only this one, by its number from 0")
-    parser.add_argument("--places", action="store_true", help="only look for their places")
+    parser.add_argument("--root", type=Path, default=ROOT, help="tree to mutate")
+    parser.add_argument("--package", help="only mutations of this package")
+    parser.add_argument("--only", type=int, help="only the mutation with this number, from 0")
+    parser.add_argument("--places", action="store_true", help="only check that the patterns match")
     asked = parser.parse_args()
     chosen = MUTATIONS if asked.only is None else MUTATIONS[asked.only : asked.only + 1]
     mutations = [each for each in chosen if asked.package in (None, each.package)]

@@ -1,11 +1,11 @@
-"""The tests with an embedded model of other weights: what they say of it has to be true of any tokens that it draws.
+"""Test run with perturbed weights of the embedded model: tests must not depend on the sampled tokens.
 
-    python -m tools.perturbed                             # pytest as it is, with the model of seed 0
-    python -m tools.perturbed --seed 3 tests/server -x    # what is not its own goes to pytest
+    python -m tools.perturbed                             # pytest with the model of seed 0
+    python -m tools.perturbed --seed 3 tests/server -x    # other arguments are passed to pytest
 
-Another processor rounds a little differently, so that a sampled answer goes on there with other words. Noise on the
-weights does that on any machine, and more: a copy of the project is made in a temporary folder, the model in it gets
-noise, and pytest runs there. The product knows nothing of it.
+Another processor rounds slightly differently, so sampled answers can have other tokens there. Noise on the weights has
+this effect on any machine, and a larger one. The tool copies the project to a temporary folder, adds noise to the model
+there, and runs pytest in the copy.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "dist", "build")
 POCKET = Path("src", "lockstep", "pocket", "pocket.gguf")
 NOISE = 0.2
-"""Of each matrix's own spread: sampled answers differ from their first or second token on."""
+"""Noise relative to each matrix's standard deviation: sampled answers differ from their first or second token on."""
 
 
 def perturb(path: Path, seed: int, noise: float = NOISE) -> None:
-    """Add noise to the values of a GGUF file's Q8_0 matrices, in place; the scales of their blocks stay."""
+    """Add noise to the values of a GGUF file's Q8_0 matrices, in place; the scales of their blocks do not change."""
     draw = np.random.default_rng(seed)
     for tensor in GGUFReader(path, "r+").tensors:
         if tensor.tensor_type != GGMLQuantizationType.Q8_0:
@@ -45,7 +45,7 @@ def perturb(path: Path, seed: int, noise: float = NOISE) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.perturbed", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="another model for each integer")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise (default: 0)")
     options, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="perturbed-") as folder:
         copy = Path(folder) / ROOT.name

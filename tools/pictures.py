@@ -1,7 +1,7 @@
-"""Pictures of the documentation: `python -m tools.pictures [replay] [gate] [dashboard]` writes docs/*.png again.
+"""Pictures of the documentation: `python -m tools.pictures [replay] [gate] [dashboard]` writes docs/*.png.
 
-Replays are of an example, the sweep is of chats that are drawn. So are the gate's pairs: a candidate whose answers are
-the same, and six percent later in one of two segments. The dashboard is that of `tools.dashboard_pictures`.
+Replays use an example, the sweep uses random chats. The gate's pairs are random too: the candidate has equal answers,
+and is six percent slower in one of two segments. The dashboard is that of `tools.dashboard_pictures`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ REPLAYS = {
     "replay-comparison": (["diff", PRESSURE, "--set-b", "max_num_seqs=2"], 2200),
     "replay-sweep": (SWEEP.split(), 900),
 }
-"""By the picture's name: the command, and how much of its page is shown, in pixels."""
+"""By the picture's name: the command, and the height of the picture in pixels."""
 
 
 def write_chats(path: Path) -> None:
-    """A trace in Mooncake's format: 1,100 chats of a minute, some of them long."""
+    """Write a trace in Mooncake's format: 1,100 chats in one minute, some of them long."""
     draw = random.Random(SEED)
     times = sorted(draw.uniform(0, 60_000) for _ in range(1100))
     with path.open("w") as file:
@@ -57,7 +57,7 @@ def write_prices(path: Path) -> None:
 
 
 def write_pairs(path: Path) -> None:
-    """Latencies of both sides with a queue that grows and shrinks, equal tokens, a few routes."""
+    """Write latencies of both sides with a queue that grows and shrinks, equal tokens and a few routes."""
     draw = random.Random(SEED)
     load = 0.0
     with path.open("w") as file:
@@ -82,7 +82,7 @@ def write_pairs(path: Path) -> None:
 
 
 def report(words: list[str], page: Path) -> None:
-    """Have a command write its page; its exit code is a verdict, and no failure."""
+    """Write a command's page; the exit code is a verdict and not checked."""
     command = [sys.executable, "-m", "lockstep", *words, "--html", str(page)]
     subprocess.run(command, cwd=page.parent, check=False, stdout=subprocess.DEVNULL)
 

@@ -1,6 +1,6 @@
-"""Random blocks of every ggml encoding, drawn directly: any bits are valid integers, and scales make weights of them.
+"""Random blocks of every ggml encoding: draws the bits directly, and chooses scales that give usable weights.
 
-Layouts: ggml's `ggml-common.h`. The scales are chosen so that the weights have zero mean and the wanted deviation.
+Layouts: ggml's `ggml-common.h`. The scales are chosen so that the weights have zero mean and the given deviation.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _SPREADS = {"Q8_0": 73.9, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q
 
 
 def random_blocks(rng: np.random.Generator, size: tuple[int, ...], encoding: str, deviation: float) -> Bytes:
-    """A matrix ``[rows, row bytes]`` in an encoding."""
+    """Matrix ``[rows, row bytes]`` in an encoding."""
     num_values, num_bytes = BLOCKS[encoding]
-    assert size[1] % num_values == 0, f"{encoding} has blocks of {num_values} values; a row of {size[1]} does not fit"
+    assert size[1] % num_values == 0, f"{encoding} has blocks of {num_values} values; {size[1]} is not a multiple"
     count = (size[0], size[1] // num_values)
     blocks = np.empty((*count, num_bytes), np.uint8)
     scales = rng.uniform(0.5, 1.5, count) * (deviation / _SPREADS[encoding])
@@ -56,10 +56,10 @@ def random_blocks(rng: np.random.Generator, size: tuple[int, ...], encoding: str
 
 
 def encoding_in_mix(recipe: str, name: str, size: tuple[int, ...], num_layers: int, tied: bool) -> str:
-    """What llama.cpp's quantiser makes of a matrix for ``Q4_K_M`` or ``Q5_K_M``, as far as plain models go.
+    """Encoding that llama.cpp's quantiser chooses for a matrix in ``Q4_K_M`` or ``Q5_K_M``, for plain models.
 
-    The head is Q6_K, and so are the values and the feed-forward's way down in the first and last eighth of the layers
-    and in every third one between. Rows that are not whole blocks of 256 fall back to a format with blocks of 32.
+    The head is Q6_K, and so are the values and the feed-forward down projections in the first and last eighth of the
+    layers and in every third layer between. Rows that are not whole blocks of 256 get a format with blocks of 32.
     """
     chosen = recipe.removesuffix("_M")
     if name.startswith("lm_head") or (tied and name.startswith("model.embed_tokens")):
@@ -72,7 +72,7 @@ def encoding_in_mix(recipe: str, name: str, size: tuple[int, ...], num_layers: i
 
 
 def _write_k_scales(blocks: Bytes, scales: Floats, rng: np.random.Generator, middle: float) -> int:
-    """Scales of 6 bits, and minima near the middle of what the integers reach; returns where the integers begin."""
+    """Write scales of 6 bits, and minima near the middle of the integers' range; returns the offset of the integers."""
     small = rng.integers(20, 64, (*scales.shape, 8), np.uint8)
     minima = np.rint(small * rng.uniform(0.6, 0.74, small.shape)).astype(np.uint8)
     blocks[..., :2] = _half(scales / 41.5)

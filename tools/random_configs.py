@@ -1,4 +1,5 @@
-"""What files of each format say of a `Shape`: config.json as transformers writes it, GGUF metadata as converters do."""
+"""Metadata of a `Shape` in each format: config.json as transformers writes it, GGUF metadata as converters write
+them."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ _CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 _WRITTEN_AS = {"mistral": "llama", "olmo3": "olmo2"}
-"""Architectures whose GGUF files bear another one's name."""
+"""Architectures whose GGUF files have another architecture's name."""
 INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
-"""Architectures whose q and k converters permute for a rope on neighbouring pairs."""
+"""Architectures whose q and k rows converters permute for a rope on neighbouring pairs."""
 
 
 def huggingface_config(shape: Shape, encoding: str = "F32") -> dict[str, Any]:
-    """The content of config.json."""
+    """Content of config.json."""
     sizes = asdict(shape)
     config = {
         "architectures": [_CLASSES[shape.architecture]],
@@ -92,8 +93,8 @@ def gguf_architecture(shape: Shape) -> str:
 
 
 def add_gguf_metadata(writer: Any, shape: Shape) -> None:
-    """Write the keys of a shape through a `gguf.GGUFWriter`."""
-    writer.add_name("random numbers")  # llama.cpp asks the vocabulary for special tokens by some names
+    """Write the metadata of a shape through a `gguf.GGUFWriter`."""
+    writer.add_name("random numbers")  # llama.cpp looks special tokens up by some of these names
     writer.add_context_length(shape.max_model_len)
     writer.add_embedding_length(shape.hidden_size)
     writer.add_block_count(shape.num_layers)

@@ -1,10 +1,12 @@
-"""Write models with random weights in real shapes: speed, determinism and formats do not depend on what weights say.
+"""Models with random weights in real shapes, for tests of speed, determinism and formats, which need no trained
+weights.
 
     python -m tools.random_models gguf smollm2-135m Q8_0 out.gguf
     python -m tools.random_models huggingface tiny-qwen3 BF16 out_directory
 
 The same shape and seed give the same numbers in every format: the float encodings are roundings of one another, and a
-llama GGUF is permuted for interleaved rope as converters do. Knows nothing of `lockstep`, so that it can test it.
+llama GGUF is permuted for interleaved rope as converters do. The module does not import `lockstep`, so that it can test
+it.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ Array = npt.NDArray[np.generic]
 FLOATS = ("F32", "F16", "BF16")
 ENCODINGS = (*FLOATS, *BLOCKS)
 MIXES = ("Q4_K_M", "Q5_K_M")
-"""Files whose tensors are in several encodings, as llama.cpp's quantiser makes them."""
+"""Mixes: files whose tensors have several encodings, as llama.cpp's quantiser writes them."""
 
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Ids 0, 1 and 2 of every random vocabulary; the last one ends a turn."""
+"""Ids 0, 1 and 2 of every random vocabulary; the last one ends a message."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -48,7 +50,7 @@ _WORDS = (
     "people my than first water been call who its now find long down day did get come made may part"
 )
 
-# Our name: GGUF's name, for one layer.
+# Names of one layer: Hugging Face's name, and GGUF's.
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -72,11 +74,12 @@ _POST_NORM_NAMES = {
 
 
 def random_tensor(name: str, size: tuple[int, ...], encoding: str, seed: int) -> Array:
-    """Stored bytes or numbers of one tensor, zero mean and variance 1 / fan-in.
+    """Stored bytes or numbers of one tensor, with zero mean and variance 1 / fan-in.
 
-    Vectors are float32: norms, around one, and biases, around zero.
+    Vectors are float32: norms around one, biases around zero.
 
-    F32 and F16 arrays, BF16 as uint16, blocks as uint8 ``[rows, row bytes]``, drawn directly: quantising is slow.
+    The result is an F32 or F16 array, BF16 as uint16, or blocks as uint8 ``[rows, row bytes]``, which are drawn
+        directly because quantising is slow.
     """
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     if len(size) == 1:
@@ -97,7 +100,7 @@ def as_float(values: npt.NDArray[np.float32], encoding: str) -> Array:
 
 
 def as_stored(shape: Shape, name: str, tensor: Array) -> Array:
-    """What a Hugging Face file holds of a tensor: Gemma's norms are distances from one."""
+    """Tensor as stored in a Hugging Face file: Gemma's norms are stored minus one."""
     if shape.architecture == "gemma3" and name.endswith("norm.weight"):
         return tensor.astype(np.float32) - np.float32(1)
     return tensor
@@ -110,7 +113,7 @@ def interleaved_rows(rows: Array, num_heads: int) -> Array:
 
 
 def vocabulary(size: int) -> tuple[list[str], list[str]]:
-    """A byte-level BPE vocabulary: special tokens, the 256 bytes, then merges of common words and letter pairs."""
+    """Byte-level BPE vocabulary: special tokens, the 256 bytes, then merges of common words and letter pairs."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     alphabet = sorted(ByteLevel.alphabet())
@@ -130,7 +133,7 @@ def vocabulary(size: int) -> tuple[list[str], list[str]]:
 
 
 def file_type(encoding: str) -> int:
-    """GGUF's number for files of an encoding or mix; some programs load no file without it."""
+    """GGUF's number of an encoding or mix; some programs do not load files without it."""
     import gguf
 
     names = (f"ALL_{encoding}", f"MOSTLY_{encoding}", f"MOSTLY_{encoding}_M", "GUESSED")
@@ -148,7 +151,7 @@ def write_gguf(
     """Write a GGUF file in one encoding or mix; in the block encodings the embedding and the head are Q8_0.
 
     Args:
-        extra: adds to a `gguf.GGUFWriter` what a shape does not say.
+        extra: function that adds further metadata to a `gguf.GGUFWriter`.
     """
     import gguf
 
@@ -174,7 +177,7 @@ def write_gguf(
 
 
 def stored_encoding(shape: Shape, name: str, size: tuple[int, ...], encoding: str) -> str:
-    """The encoding of one tensor in a file that is written in an encoding or mix."""
+    """Encoding of one tensor in a file of an encoding or mix."""
     if len(size) == 1:
         return "F32"
     if encoding in MIXES:
@@ -186,7 +189,7 @@ def stored_encoding(shape: Shape, name: str, size: tuple[int, ...], encoding: st
 def write_huggingface(
     directory: Path | str, shape: Shape | str, encoding: str = "BF16", *, seed: int = 0, num_shards: int = 1
 ) -> Path:
-    """Write config.json, safetensors (with an index when sharded), tokenizer.json and its configuration."""
+    """Write config.json, safetensors (with an index if sharded), tokenizer.json and its configuration."""
     shape = SHAPES[shape] if isinstance(shape, str) else shape
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -215,7 +218,8 @@ def write_huggingface(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
-    """The format is a length, a JSON header and the data; bfloat16 (uint16 here) is beyond the library's numpy side."""
+    """Write a length, a JSON header and the data. The library's numpy interface does not support bfloat16 (uint16
+    here)."""
     dtypes = {np.dtype("<f4"): "F32", np.dtype("<f2"): "F16", np.dtype("<u2"): "BF16"}
     header, offset = {}, 0
     for name, tensor in tensors.items():
@@ -289,7 +293,7 @@ def main() -> None:
     elif args.encoding in FLOATS:
         write_huggingface(args.path, args.shape, args.encoding, seed=args.seed)
     else:
-        parser.error(f"safetensors hold {', '.join(FLOATS)}")
+        parser.error(f"safetensors files support only {', '.join(FLOATS)}")
 
 
 if __name__ == "__main__":

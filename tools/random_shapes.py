@@ -1,6 +1,6 @@
-"""Sizes of models, small ones of each architecture and some that people run, and which tensors such a model has.
+"""Shapes of models: small ones of each architecture and some common ones, and the tensors of each.
 
-Knows nothing of `lockstep`, so that it can test it.
+The module does not import `lockstep`, so that it can test it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Every tensor under its Hugging Face name."""
+    """Shapes of all tensors by their Hugging Face names."""
     hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
     layer: dict[str, tuple[int, ...]] = {}

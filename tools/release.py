@@ -1,7 +1,7 @@
-"""Release checks: one version in the package, in the changelog and in the tag, and the notes that go with it.
+"""Release checks: compares the version of the package, the changelog and the tag, and prints the release notes.
 
 python -m tools.release check             the newest section of CHANGELOG.md is of the package's version
-python -m tools.release check --tag v0.1.0    the same, its day is written, and the tag is of that version
+python -m tools.release check --tag v0.1.0    the same; its date is set, and the tag has that version
 python -m tools.release notes             that section, as the text of the release
 """
 
@@ -26,39 +26,41 @@ class Section(NamedTuple):
 
     version: str
     day: str
-    """Of its release, as ISO 8601 writes it, or `unreleased`."""
+    """Date of the release in ISO 8601, or `unreleased`."""
     text: str
 
 
 def sections(changelog: str) -> list[Section]:
-    """The versions of a changelog, newest first."""
+    """Versions of a changelog, newest first."""
     found = list(_HEADING.finditer(changelog))
     ends = [*(heading.start() for heading in found[1:]), len(changelog)]
     return [
         Section(heading["version"], heading["day"], changelog[heading.end() : end].strip())
-        for heading, end in zip(found, ends, strict=False)  # without a heading there is an end all the same
+        for heading, end in zip(found, ends, strict=False)  # without headings there is still one end
     ]
 
 
 def faults(changelog: str, version: str, tag: str | None = None) -> list[str]:
-    """Reasons for which this version cannot be released; a tag asks for more than a build without one."""
+    """Reasons against a release of this version; with a tag there are more checks than for a build."""
     newest, *older = sections(changelog) or [Section("", UNRELEASED, "")]
     told = []
     if newest.version != version:
-        told.append(f"the newest section of CHANGELOG.md is of {newest.version or 'no version'}, the package {version}")
+        told.append(
+            f"the newest section of CHANGELOG.md has {newest.version or 'no version'}, but the package has {version}"
+        )
     if version in {section.version for section in older}:
-        told.append(f"CHANGELOG.md has {version} among the older versions; give the package a new one")
+        told.append(f"CHANGELOG.md has {version} among the older versions; set a new version in the package")
     if tag is not None and tag != f"v{version}":
-        told.append(f"the tag is {tag!r} and the package {version}; it must be v{version}")
+        told.append(f"the tag is {tag!r}, but the package has {version}; the tag must be v{version}")
     if tag is not None and newest.day == UNRELEASED:
-        told.append(f"CHANGELOG.md calls {version} unreleased; write its day, e.g. ## {version} (2026-01-31)")
+        told.append(f"CHANGELOG.md has {version} as unreleased; write its date, e.g. ## {version} (2026-01-31)")
     return told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["check", "notes"])
-    parser.add_argument("--tag", help="the tag that is to be released")
+    parser.add_argument("--tag", help="tag to release")
     asked = parser.parse_args(arguments)
     changelog = CHANGELOG.read_text()
     told = faults(changelog, __version__, asked.tag)

@@ -1,10 +1,10 @@
-"""Searches the example workloads whose replay has published figures, and writes them.
+"""Search for example workloads whose replays have the published figures; writes the workloads.
 
     python -m tools.search_workloads [--seed 0] [--write examples]
 
-The figures are those of the system that Lockstep replaces; its inputs were not published, so inputs are drawn at random
-until the real scheduler gives every figure exactly: blocks of 16 tokens, at most two tokens decoded in a tick, blocks
-reserved at admission, prompts computed whole. The same seed finds the same files.
+The figures are those of the system that Lockstep replaces. Its inputs were not published, so workloads are drawn at
+random until the scheduler gives exactly these figures, with blocks of 16 tokens, at most two tokens decoded in a tick,
+blocks reserved at admission, and prompts computed whole. The same seed gives the same files.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
 
 BLOCK_SIZE = 16
 MAX_TRIALS = 1_000_000
-"""Trials before the search gives up."""
+"""Maximum number of trials of a search."""
 PREFILL_BUDGETS = (64, 80, 96, 112, 128)
 
 
 class Figures(NamedTuple):
-    """What a replay comes to; None in a target: not published."""
+    """Figures of a replay; None in a target: not published."""
 
     num_ticks: int
     num_reserved_blocks: int
@@ -44,7 +44,7 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A file to find: what its requests add up to, what its replay has to come to, and what is drawn."""
+    """A file to find: sums over its requests, the figures of its replay, and the values to draw."""
 
     file: str
     num_requests: int
@@ -87,7 +87,7 @@ TARGETS = (
 
 
 def draw(rng: random.Random, target: Target) -> dict[str, Any]:
-    """A workload file with the target's sums, prompts of whole blocks."""
+    """Workload file with the target's sums and prompts of whole blocks."""
     prompts = _parts(rng, target.num_prompt_tokens // BLOCK_SIZE, target.num_requests, 1, 8)
     outputs = _parts(rng, target.num_output_tokens, target.num_requests, 2, 12)
     arrivals = sorted([0] + [rng.randint(0, target.max_arrival_tick) for _ in prompts[1:]])
@@ -116,7 +116,7 @@ def draw(rng: random.Random, target: Target) -> dict[str, Any]:
 
 
 def figures_of(drawn: dict[str, Any]) -> Figures:
-    """What the real scheduler makes of it."""
+    """Figures of a replay of the workload."""
     requests = tuple(
         WorkloadRequest(
             each["id"],
@@ -144,21 +144,21 @@ def figures_of(drawn: dict[str, Any]) -> Figures:
 
 
 def search(target: Target, seed: int) -> tuple[int, dict[str, Any]]:
-    """The first workload that fits, and how many were drawn until then."""
+    """First workload that fits, and the number of trials."""
     rng = random.Random(seed)
     for trial in range(1, MAX_TRIALS + 1):
         drawn = draw(rng, target)
-        # Whoever can never be admitted would be refused: no workload to publish.
+        # Requests that can never be admitted would be refused; such a workload is not published.
         if max(each["prompt_tokens"] for each in drawn["requests"]) > drawn["config"]["max_num_prefill_tokens"]:
             continue
         found = figures_of(drawn)
         if all(wanted in (None, got) for wanted, got in zip(target.figures, found, strict=True)):
             return trial, drawn
-    raise SystemExit(f"{target.file}: nothing fits in {MAX_TRIALS} trials; try another seed")
+    raise SystemExit(f"{target.file}: no workload found in {MAX_TRIALS} trials; use another seed")
 
 
 def as_text(drawn: dict[str, Any]) -> str:
-    """The file: the config on lines of its own, a request per line."""
+    """Text of the file: the config on separate lines, one request per line."""
     config = json.dumps(drawn["config"], indent=4).replace("\n}", "\n  }")
     requests = ",\n".join(f"    {json.dumps(request)}" for request in drawn["requests"])
     return f'{{\n  "config": {config},\n  "requests": [\n{requests}\n  ]\n}}\n'
@@ -176,7 +176,7 @@ def _parts(rng: random.Random, total: int, count: int, least: int, most: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", type=Path, help="directory to write the files to")
+    parser.add_argument("--write", type=Path, help="directory for the files")
     options = parser.parse_args()
     for target in TARGETS:
         trial, drawn = search(target, options.seed)

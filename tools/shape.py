@@ -1,4 +1,4 @@
-"""Counts of what makes code hard to enter or simulate: long signatures, repeated names, `Any`, broad excepts, clocks.
+"""Counts of code that is hard to read or simulate: long signatures, repeated names, `Any`, broad excepts, clocks.
 
 python -m tools.shape [ROOT]   a table by package, of this tree or another one
 """
@@ -52,14 +52,16 @@ def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def counts_of_test(source: str) -> Counter[str]:
-    """Counts of one module of tests: what ties it to the inside of the code, or to the speed of the machine."""
+    """Counts of one test module: dependencies on internals of the code or on the speed of the machine."""
     found: Counter[str] = Counter()
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(value=ast.Name(id="monkeypatch"), attr="setattr"):
                 found["monkeypatch.setattr"] += 1
             case ast.Call(func=ast.Attribute(value=ast.Name(id="time" | "asyncio"), attr="sleep"), args=[duration]):
-                found["sleeps"] += not (isinstance(duration, ast.Constant) and duration.value == 0)  # 0: a loop's turn
+                found["sleeps"] += not (
+                    isinstance(duration, ast.Constant) and duration.value == 0
+                )  # 0 only yields to the event loop
             case ast.Attribute(attr=name) if name in _OF_NAMED_TUPLES:
                 pass
             case ast.Attribute(value=owner, attr=name) if name.startswith("_") and not name.startswith("__"):

@@ -1,10 +1,10 @@
-"""Build the site of the documents: pages gathered in one folder, built by Zensical, and one text of all of them.
+"""Site of the documents: gathers the pages in one folder, builds them with Zensical, and writes one text of all.
 
-    python -m tools.site        # build/site, from README, docs/ and what they link to; any warning ends it
+    python -m tools.site        # build/site, from README, docs/ and their linked files; any warning is an error
 
-The pages stay where a code forge shows them. In build/pages README is the index, links follow, and the marks of the
-document tests are gone. Beside the site are the pages as they are, which
-`llms.txt` links to, and `llms-full.txt`, all of them one after the other.
+The pages stay where a code forge shows them. In build/pages README is the index, links are adapted, and the marks of
+the document tests are removed. The site also has the unchanged pages, which `llms.txt` links to, and `llms-full.txt`
+with all of them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MOVED: Mapping[str, str] = {
     "CHANGELOG.md": "changelog.md",
     "src/lockstep/pocket/MODEL_CARD.md": "model-card.md",
 }
-"""Pages outside of docs/ by their place in the site; those in docs/ keep their name, other files their path."""
+"""Pages outside of docs/ by their path in the site; pages in docs/ keep their name, other files their path."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)|(?<=src=\")(?!\w+:)([^\"#]+)|(?<=srcset=\")(?!\w+:)([^\"# ]+)")
-"""Relative links of Markdown, and of the pictures that are written in HTML."""
+"""Relative links of Markdown, and of pictures in HTML."""
 _MARK = re.compile(r"^<!-- run: .*? -->\n", re.MULTILINE)
 _CODE = re.compile(r"^( *)(```+).*?^\1\2$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
 def main() -> None:
-    """Gather, build, and write the text of all pages."""
+    """Gather the pages, build the site, and write the text of all pages."""
     shutil.rmtree(PAGES, ignore_errors=True)
     for path in gathered():
         place = PAGES / place_of(path)
@@ -52,28 +52,28 @@ def main() -> None:
     )
     if built.returncode:
         sys.exit(f"the site was not built: exit code {built.returncode}")
-    for page in navigation():  # as they are, for readers without a browser: llms.txt links to these
+    for page in navigation():  # unchanged, for readers without a browser; llms.txt links to these
         shutil.copyfile(PAGES / page, SITE / page)
     (SITE / "llms-full.txt").write_text("\n\n".join((PAGES / page).read_text().strip() for page in navigation()) + "\n")
     print(f"{len(navigation())} pages in {SITE.relative_to(ROOT)}")
 
 
 def gathered() -> list[str]:
-    """Paths of all files of the site, from the repository's root: the pages, and what is linked from them."""
+    """Paths of all files of the site, from the repository's root: the pages and their linked files."""
     pages = [*MOVED, *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md")))]
     linked = {target for page in pages for target, _ in links_of(page) if (ROOT / target).is_file()}
     return [*pages, *sorted(linked - set(pages)), "llms.txt"]
 
 
 def links_of(page: str) -> Iterator[tuple[str, str]]:
-    """Relative links of a page outside of code: the path that each means, from the root, and how it is written."""
+    """Relative links of a page outside of code: the target path from the root, and the link's text."""
     for found in LINK.finditer(without_code((ROOT / page).read_text())):
         written = found[0]
         yield os.path.normpath(os.path.join(os.path.dirname(page), written)), written
 
 
 def without_code(text: str) -> str:
-    """A page with its code blanked out, line by line as long as before."""
+    """Page with its code blanked out; line lengths stay the same."""
     return _CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
@@ -83,7 +83,7 @@ def place_of(path: str) -> str:
 
 
 def staged(page: str) -> str:
-    """A page as the site has it: its links lead to the new places, and the marks of its blocks are gone."""
+    """Page as in the site: links have the new paths, and marks of blocks are removed."""
     text = (ROOT / page).read_text()
     folder = os.path.dirname(place_of(page))
     parts: list[str] = []

@@ -1,10 +1,10 @@
-"""Which test files of a run take longer than a file of the default suite may: a ratchet that is no timed test.
+"""Slow test files: lists the files of a test run that exceed the time limit of the default suite.
 
     make test-times
 
-Reads the report that `pytest --junitxml` writes. Exit code 1 names each file over `LIMIT_S` that is not `KNOWN`; a
-known one that has become faster is said, so that the list only shrinks. Measure on two quiet cores: seconds are the
-wall's.
+It reads a report of `pytest --junitxml`. It exits with 1 and lists each file over `LIMIT_S` that is not `KNOWN`. It
+also lists known files that have become faster, so that the list gets shorter. Measure on two quiet cores, because the
+seconds are wall time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 8.0
-"""Files are what `--dist loadfile` hands out: the longest decides how evenly two workers end."""
+"""Maximum seconds of a test file. `--dist loadfile` distributes whole files, so the longest one limits two workers."""
 KNOWN = frozenset(
     {
         "tests/cli/test_models_hub.py",
@@ -45,12 +45,11 @@ KNOWN = frozenset(
         "tests/server/tools/test_forced_calls.py",
     }
 )
-"""Over the limit when it was set. Nothing is added but what starts nodes of Ray, which takes longer by itself, and the
-documents, which take as long as what they describe."""
+"""Files that were over the limit when it was set. Only tests that start Ray nodes, and the documents, may be added."""
 
 
 def seconds_by_file(report: Path, root: Path = ROOT) -> dict[str, float]:
-    """Seconds of each test file with its set-up and teardown, longest first."""
+    """Seconds of each test file including set-up and teardown, longest first."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).iter("testcase"):
         seconds[_file_of(case.get("classname", ""), root)] += float(case.get("time", 0.0))
@@ -58,7 +57,7 @@ def seconds_by_file(report: Path, root: Path = ROOT) -> dict[str, float]:
 
 
 def _file_of(class_name: str, root: Path) -> str:
-    """`tests.cli.test_ps` or `tests.cli.test_ps.TestClass` as a path; what is no file stays as it is named."""
+    """Path of `tests.cli.test_ps` or `tests.cli.test_ps.TestClass`; a name without a file is returned unchanged."""
     parts = class_name.split(".")
     for end in range(len(parts), 0, -1):
         path = "/".join(parts[:end]) + ".py"
@@ -68,16 +67,14 @@ def _file_of(class_name: str, root: Path) -> str:
 
 
 def lines_about(seconds: Mapping[str, float], known: frozenset[str] = KNOWN) -> tuple[list[str], bool]:
-    """What to print, and whether a file is over the limit that may not be."""
+    """Lines to print, and True if an unknown file is over the limit."""
     over = {name: took for name, took in seconds.items() if took > LIMIT_S}
     lines = [f"{took:7.1f} s  {name}{'' if name in known else '  over the limit'}" for name, took in over.items()]
     lines += [
-        f"{seconds[name]:7.1f} s  {name}  is within {LIMIT_S:g} s: take it off KNOWN"
+        f"{seconds[name]:7.1f} s  {name}  is within {LIMIT_S:g} s: remove it from KNOWN"
         for name in sorted(known & seconds.keys() - over.keys())
     ]
-    lines += [
-        f"      ? s  {name}  was not run: it is gone or has another name" for name in sorted(known - seconds.keys())
-    ]
+    lines += [f"      ? s  {name}  was not run: it was removed or renamed" for name in sorted(known - seconds.keys())]
     return lines, not over.keys() <= known
 
 

@@ -1,8 +1,8 @@
-"""Words that a platform engineer has to decode, counted in each package, in names of tests and in the documents.
+"""Deny-list of words that are unusual in this field: counts them in packages, names of tests and documents.
 
-Counted are all texts of the sources (docstrings, help, errors, log lines), names of functions, classes and modules, and
-the documents outside of their code. `DENIED` has the words, each with the usual one. A line with the comment
-``# plain:`` and a reason is left out.
+It counts in all strings of the sources (docstrings, help, errors, log lines), in names of functions, classes and
+modules, and in the documents outside of code. `DENIED` has the words with their replacements. Lines with the comment
+``# plain:`` and a reason are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DENIED: Mapping[str, str] = {
     "asked": "requested",
     "meant": "intended, valid",
 }
-"""By the word: what to write instead. Words are whole ones, or parts of a name between underscores."""
+"""Replacements by denied word. A word is denied as a whole word or as a part of a name between underscores."""
 KEPT = "# plain:"
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _WORDS = re.compile(r"[a-z]+")
@@ -52,7 +52,7 @@ _INLINE = re.compile(r"`[^`\n]*`")
 
 
 def denied_in(text: str) -> Counter[str]:
-    """Denied words of a text, in singular or plural, and how often each is there."""
+    """Denied words of a text, in singular or plural, with their counts."""
     found: Counter[str] = Counter()
     for word in _WORDS.findall(text.lower()):
         stem = word if word in DENIED else word.removesuffix("s")
@@ -62,7 +62,7 @@ def denied_in(text: str) -> Counter[str]:
 
 
 def texts_of(source: str) -> Iterator[str]:
-    """What people read of a module: its texts, and the names that it gives."""
+    """Texts of a module for readers: its strings, and the names that it defines."""
     lines = source.split("\n")
     for node in ast.walk(ast.parse(source)):
         if KEPT in lines[getattr(node, "lineno", 1) - 1]:
@@ -74,12 +74,12 @@ def texts_of(source: str) -> Iterator[str]:
 
 
 def document_text(text: str) -> str:
-    """Prose and headings of a page, without code."""
+    """Prose and headings of a document, without code."""
     return _INLINE.sub("", _FENCED.sub("", text))
 
 
 def denied_words(root: Path) -> dict[str, Counter[str]]:
-    """Denied words by where they are: each package, ``tests`` (names only), and ``documents``."""
+    """Denied words by location: each package, ``tests`` (names only), and ``documents``."""
     found: dict[str, Counter[str]] = {}
     package = root / "src" / "lockstep"
     for path in sorted(package.rglob("*.py")):

@@ -1,1 +1,1 @@
-"""`lockstep bench peers`: Lockstep beside other engines and servers, on the same model and the same workloads."""
+"""`lockstep bench peers`: compares Lockstep with other engines and servers on the same model and workloads."""

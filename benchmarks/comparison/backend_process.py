@@ -1,9 +1,9 @@
-"""One engine in a process of its own for `lockstep bench peers`: prompts come as JSON lines, times of tokens go back.
+"""One engine in a separate process for `lockstep bench peers`: reads prompts as JSON lines, writes times of tokens.
 
-Runs under any Python that has the engine, so that peers need not share our environment: it imports nothing of ours
-before a command needs it. Started as ``python backend_process.py ENGINE MODEL THREADS MAX_SEQS MAX_TOKENS``. Each
-engine runs as its documentation recommends for speed; where that depends on the workload, the ways are tried with a
-short one.
+It runs with any Python that has the engine, so that peers need not share Lockstep's environment: it imports no Lockstep
+module before a command needs it. It is started as ``python backend_process.py ENGINE MODEL THREADS MAX_SEQS
+MAX_TOKENS``. Each engine runs as its documentation recommends for speed; where that depends on the workload, the ways
+are tried with a short one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 
 Prompts = Sequence[Sequence[int]]
 Times = list[list[float]]
-"""Seconds after the start at which each token of each prompt came."""
+"""Seconds from the start to each token of each prompt."""
 
 
 class LlamaCpp:
     """llama.cpp by its low-level interface: whole prompts in batches, then all sequences decode in one batch.
 
-    It has no sampler here but an argmax, no scheduler and no text: less than any server around it does.
+    It has only an argmax as sampler, no scheduler and no text, so it does less than any server that uses it.
     """
 
     BATCH, PART = 2048, 512
@@ -42,7 +42,7 @@ class LlamaCpp:
         self.lib.llama_backend_init()
         parameters = self.lib.llama_model_default_params()
         if b"AMX_INT8 = 1" in self.lib.llama_print_system_info():
-            parameters.use_extra_bufts = False  # its repacking for AMX crashes on batches of several sequences
+            parameters.use_extra_bufts = False  # AMX repacking crashes on batches of several sequences
         self._model = self.lib.llama_model_load_from_file(model.encode(), parameters)
         if not self._model:
             raise ValueError("llama.cpp cannot load this file")
@@ -54,7 +54,7 @@ class LlamaCpp:
         }
 
     def ways(self, num_seqs: int) -> list[str]:
-        """Ways that may be the fastest; for one sequence there is nothing to share."""
+        """Possible ways; one sequence has nothing to share."""
         return list(self._ways)[: 2 if num_seqs == 1 else 3]
 
     def run(self, prompts: Prompts, num_output: int, way: str) -> Times:
@@ -62,7 +62,7 @@ class LlamaCpp:
         context = self._context(len(prompts), max(map(len, prompts)) + num_output, flash, unified)
         batch = self.lib.llama_batch_init(self.BATCH, 0, 1)
         try:
-            self._decode(context, batch, [(0, 0, 300, True)])  # its first pass allocates
+            self._decode(context, batch, [(0, 0, 300, True)])  # the first pass allocates
             self.lib.llama_memory_clear(self.lib.llama_get_memory(context), True)
             return self._answers(context, batch, prompts, num_output)
         finally:
@@ -106,7 +106,8 @@ class LlamaCpp:
         return times
 
     def _decode(self, context: Any, batch: Any, rows: list[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
-        """One pass over rows of sequence, position, token and whether its logits are wanted: the tokens drawn."""
+        """One pass over rows of sequence, position, token and whether its logits are needed; returns the sampled
+        tokens."""
         batch.n_tokens = len(rows)
         for index, (seq, position, token, wanted) in enumerate(rows):
             batch.token[index], batch.pos[index], batch.logits[index] = token, position, wanted
@@ -123,7 +124,7 @@ class LlamaCpp:
 
 
 class OpenVINOGenAI:
-    """OpenVINO GenAI's continuous batching; it reads some GGUF files, and folders with its own IR."""
+    """OpenVINO GenAI's continuous batching; it reads some GGUF files, and folders with its IR."""
 
     def __init__(self, model: str, threads: int, max_seqs: int, max_tokens: int) -> None:
         import openvino_genai
@@ -139,7 +140,7 @@ class OpenVINOGenAI:
         self._num_requests = 0
 
     def ways(self, num_seqs: int) -> list[str]:
-        """All at first; then the one that was kept, as another would mean to load the model again."""
+        """All ways at first; later only the chosen one, since another one would need to load the model again."""
         return [self._way] if self._num_requests else list(self._ways)
 
     def _pipeline(self, model: str, threads: int, max_seqs: int, max_tokens: int, step_tokens: int) -> Any:
@@ -154,21 +155,21 @@ class OpenVINOGenAI:
 
     def _pipeline_of(self, way: str) -> Any:
         if way != self._way:
-            self._loaded = None  # one at a time: each has the weights
+            self._loaded = None  # one at a time, because each holds the weights
             self._way, self._loaded = way, self._pipeline(*self._limits, self._ways[way])
         return self._loaded
 
     def run(self, prompts: Prompts, num_output: int, way: str) -> Times:
         pipeline = self._pipeline_of(way)
-        asked = self.lib.GenerationConfig()
-        asked.max_new_tokens, asked.ignore_eos, asked.do_sample = num_output, True, False
+        request = self.lib.GenerationConfig()
+        request.max_new_tokens, request.ignore_eos, request.do_sample = num_output, True, False
         times: Times = [[] for _ in prompts]
         tensors = [self._tensor(np.array([prompt], np.int64)) for prompt in prompts]
         started_s = time.perf_counter()
         handles = []
         for tensor in tensors:
             self._num_requests += 1
-            handles.append(pipeline.add_request(self._num_requests, tensor, asked))
+            handles.append(pipeline.add_request(self._num_requests, tensor, request))
         while pipeline.has_non_finished_requests():
             pipeline.step()
             now_s = time.perf_counter() - started_s
@@ -179,10 +180,10 @@ class OpenVINOGenAI:
 
 
 class MistralRs:
-    """mistral.rs by its Python API, which takes texts: those of the same tokens, from a thread for each stream."""
+    """mistral.rs by its Python API, which takes texts: the prompts' tokens as text, with one thread per stream."""
 
     def __init__(self, model: str, threads: int, max_seqs: int, max_tokens: int) -> None:
-        os.environ["RAYON_NUM_THREADS"] = str(threads)  # read when the library begins
+        os.environ["RAYON_NUM_THREADS"] = str(threads)  # read when the library starts
         try:
             self.lib: Any = importlib.import_module("mistralrs")
         except ImportError:
@@ -196,22 +197,22 @@ class MistralRs:
         return ["defaults"]
 
     def run(self, prompts: Prompts, num_output: int, way: str) -> Times:
-        """Tokens of answers that end early are missing: its requests cannot ignore the end."""
+        """Tokens of answers that end early are missing, because its requests cannot ignore the end token."""
         texts = [self._runner.detokenize_text(list(prompt), False) for prompt in prompts]
         started_s = time.perf_counter()
 
         def answer(text: str) -> list[float]:
-            asked = self.lib.ChatCompletionRequest(
+            request = self.lib.ChatCompletionRequest(
                 messages=text, model="default", max_tokens=num_output, temperature=0.0, stream=True
             )
-            return [time.perf_counter() - started_s for _ in self._runner.send_chat_completion_request(asked)]
+            return [time.perf_counter() - started_s for _ in self._runner.send_chat_completion_request(request)]
 
         with ThreadPoolExecutor(len(texts)) as pool:
             return list(pool.map(answer, texts))
 
 
 class Lockstep:
-    """Our own engine with its defaults."""
+    """Lockstep's engine with its defaults."""
 
     def __init__(self, model: str, threads: int, max_seqs: int, max_tokens: int) -> None:
         from lockstep.engine.llm import LLM
@@ -265,7 +266,7 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def fastest(engine: Engine, prompts: Prompts, num_output: int) -> tuple[str, Times]:
-    """Way that answers these prompts first, each warmed by a short one, and its times; it was the last to run."""
+    """Way that answers these prompts first, each after a short warm-up, and its times; it was the last one to run."""
     ways = engine.ways(len(prompts))
     seen: dict[str, Times] = {}
     for way in ways:
@@ -277,31 +278,31 @@ def fastest(engine: Engine, prompts: Prompts, num_output: int) -> tuple[str, Tim
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve requests from standard input until it ends."""
+    """Handle requests from standard input until it ends."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is not part of the protocol
+    os.dup2(2, 1)  # output of libraries is not part of the protocol
     name, model, *numbers = arguments
 
-    def say(**fields: Any) -> None:
+    def write(**fields: Any) -> None:
         out.write(json.dumps(fields) + "\n")
 
     try:
         engine = ENGINES[name](model, *map(int, numbers))
     except ImportError as error:
-        say(error=f"it is not installed for {sys.executable} ({error})")
+        write(error=f"not installed for {sys.executable} ({error})")
         return
     except Exception as error:
-        say(error=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+        write(error=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
         return
-    say(version=engine.version, vocabulary=getattr(engine, "vocabulary", None))
+    write(version=engine.version, vocabulary=getattr(engine, "vocabulary", None))
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            prompts, num_output, way = asked["prompts"], asked["num_output"], asked["way"]
+            prompts, num_output, way = request["prompts"], request["num_output"], request["way"]
             way, times = (way, engine.run(prompts, num_output, way)) if way else fastest(engine, prompts, num_output)
-            say(way=way, times=times)
+            write(way=way, times=times)
         except Exception as error:
-            say(error=str(error) or type(error).__name__)
+            write(error=str(error) or type(error).__name__)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Backends of a comparison: engines in processes of their own, and servers that are started here or run elsewhere."""
+"""Backends of a comparison: engines in separate processes, and servers that are started here or run elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import psutil
 
 from benchmarks.comparison.routed import RoutedRequests
-from benchmarks.comparison.workloads import Answer, Done, Work
+from benchmarks.comparison.workloads import Answer, Done, Workload
 from lockstep.bench.client import Outcome
 from lockstep.bench.prompts import Asking, Units, calibrate, prompt_of
 from lockstep.bench.protocol import Target
@@ -28,16 +28,16 @@ from lockstep.errors import LockstepError, RemoteError
 
 START_LIMIT_S = 300.0
 ANSWER_LIMIT_S = 600.0
-"""A backend that takes longer for one piece of work is out of the comparison."""
+"""Time limit of one workload in seconds; a slower backend is removed from the comparison."""
 _PROBE_TOKENS = 2048
-"""Room for the requests that find out how prompts are sized."""
+"""Maximum tokens of the requests that find out how prompts are sized."""
 _TRIAL_TOKENS, _TRIAL_OUTPUT = 1024, 24
-"""Prompt tokens in all, and tokens of each answer, of what warms a number of streams and chooses between ways."""
+"""Total prompt tokens, and tokens per answer, of the warm-up that also chooses between ways."""
 _SCRIPT = Path(__file__).with_name("backend_process.py")
 
 
 class OutError(LockstepError):
-    """A backend cannot take part, or not any longer."""
+    """A backend cannot take part, or has failed."""
 
 
 @dataclass(slots=True)
@@ -63,14 +63,18 @@ class Watched:
 
 
 class Engine:
-    """An engine under some Python, driven by `backend_process.py`."""
+    """An engine in a given Python, driven by `backend_process.py`."""
 
     kind: Literal["engine"] = "engine"
 
-    def __init__(self, name: str, python: str, model: str, threads: int, works: Sequence[Work]) -> None:
+    def __init__(self, name: str, python: str, model: str, threads: int, workloads: Sequence[Workload]) -> None:
         self.name = name
         self._ways: dict[int, str] = {}
-        limits = (threads, max(w.streams for w in works), max(w.streams * (w.context + w.output + 64) for w in works))
+        limits = (
+            threads,
+            max(w.streams for w in workloads),
+            max(w.streams * (w.context + w.output + 64) for w in workloads),
+        )
         command = [python, str(_SCRIPT), name, model, *map(str, limits)]
         try:
             self._process = subprocess.Popen(
@@ -79,10 +83,10 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for the comparison, which ends its backends
+                start_new_session=True,  # only the comparison gets Ctrl-C, and ends its backends
             )
         except OSError as error:
-            raise OutError(f"{python} cannot be run ({error.strerror})") from None
+            raise OutError(f"cannot run {python} ({error.strerror})") from None
         try:
             ready = self._answer(START_LIMIT_S)
         except BaseException:
@@ -92,13 +96,13 @@ class Engine:
         self.vocabulary: int | None = ready["vocabulary"]
         self._watched = Watched(psutil.Process(self._process.pid))
 
-    def warm(self, work: Work, units: Units) -> str:
-        """Prepare for so many streams, once; returns how work with them will be done where there was a choice."""
+    def warm(self, work: Workload, units: Units) -> str:
+        """Prepare once for the streams of a workload; returns the chosen way if there are several."""
         if work.streams not in self._ways:
             self._ways[work.streams] = str(self._ask(trial(work), units, 0, "")["way"])
         return self._ways[work.streams]
 
-    def run(self, work: Work, units: Units, seed: int) -> Done:
+    def run(self, work: Workload, units: Units, seed: int) -> Done:
         self._watched.begin()
         times = self._ask(work, units, seed, self._ways[work.streams])["times"]
         if not all(times):
@@ -109,7 +113,7 @@ class Engine:
         self._process.kill()
         self._process.communicate()
 
-    def _ask(self, work: Work, units: Units, seed: int, way: str) -> dict[str, Any]:
+    def _ask(self, work: Workload, units: Units, seed: int, way: str) -> dict[str, Any]:
         prompts = [prompt_of(sample, units, seed, {}) for sample in work.samples(seed)]
         assert self._process.stdin is not None
         try:
@@ -137,7 +141,7 @@ class Engine:
 
 
 class Server:
-    """A server of OpenAI's API; one that was started here is watched, and ended with the comparison."""
+    """A server with OpenAI's API. A server that was started here is measured, and ended with the comparison."""
 
     kind: Literal["server"] = "server"
 
@@ -162,8 +166,8 @@ class Server:
         except RemoteError as error:
             raise OutError(str(error)) from None
 
-    def warm(self, work: Work, units: Units) -> str:
-        """Prepare for so many streams, once, or for a work of another kind; returns how prompts are sized."""
+    def warm(self, work: Workload, units: Units) -> str:
+        """Prepare once for the streams or the kind of a workload; returns the sizing method of prompts."""
         if work.kind in ("prompts", "routed"):
             self.run(replace(work, output=8), units, 0)
             return ""
@@ -178,7 +182,7 @@ class Server:
             self._warm_streams.add(work.streams)
         return f"prompts {self._units.method}"
 
-    def run(self, work: Work, units: Units, seed: int) -> Done:
+    def run(self, work: Workload, units: Units, seed: int) -> Done:
         if self._watched is not None:
             self._watched.begin()
         done = Done(self._ask_routed(work, seed) if work.kind == "routed" else self._send(work, seed))
@@ -188,13 +192,13 @@ class Server:
         if self._process is not None:
             end(self._process)
 
-    def _asking(self, work: Work) -> Asking:
+    def _asking(self, work: Workload) -> Asking:
         return Asking(self.model, is_chat=work.kind == "prompts", ignore_eos=True)
 
-    def _path(self, work: Work) -> str:
+    def _path(self, work: Workload) -> str:
         return "/v1/chat/completions" if work.kind == "prompts" else "/v1/completions"
 
-    def _send(self, work: Work, seed: int) -> list[Answer]:
+    def _send(self, work: Workload, seed: int) -> list[Answer]:
         asking, path = self._asking(work), self._path(work)
         jobs, samples = [], work.samples(seed)
         for sample in samples:
@@ -210,7 +214,7 @@ class Server:
         answers = zip(answers_of(run.finished), samples, strict=True)
         return [answer for answer, sample in answers if work.counts(sample)]
 
-    def _ask_routed(self, work: Work, seed: int) -> list[Answer]:
+    def _ask_routed(self, work: Workload, seed: int) -> list[Answer]:
         assert self._routed is not None, "routed work needs a server with routed requests"
         try:
             with RemoteServer(self.target) as remote:
@@ -224,10 +228,10 @@ class Server:
 Backend = Engine | Server
 
 
-def trial(work: Work) -> Work:
-    """A short workload with as many streams: it warms them up, and shows the fastest way of an engine."""
+def trial(work: Workload) -> Workload:
+    """Short workload with the same streams: it warms a backend up, and finds the fastest way of an engine."""
     context = min(work.context, max(32, min(512, _TRIAL_TOKENS // work.streams)))
-    return Work(context, work.streams, min(work.output, _TRIAL_OUTPUT))
+    return Workload(context, work.streams, min(work.output, _TRIAL_OUTPUT))
 
 
 def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
@@ -245,7 +249,7 @@ def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
 def start_server(
     name: str, command: Sequence[str], routed: RoutedRequests | None = None, *, is_router: bool = False
 ) -> Server:
-    """Start a server by a command, to which the port is added; OutError: it does not answer, with the reason."""
+    """Start a server by a command with an added port; OutError with the reason if it does not answer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -255,33 +259,33 @@ def start_server(
             [*command, str(port)], stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
         )
     except OSError as error:
-        raise OutError(f"{command[0]} cannot be run ({error.strerror})") from None
+        raise OutError(f"cannot run {command[0]} ({error.strerror})") from None
     target, begin_s = Target("127.0.0.1", port, False, ""), time.monotonic()
     try:
         while time.monotonic() - begin_s < START_LIMIT_S:
             if process.poll() is not None:
-                raise OutError(f"it ended with {process.returncode} instead of serving; see {' '.join(command)}")
+                raise OutError(f"it exited with {process.returncode} before serving; run {' '.join(command)}")
             if _answers(target):
                 return Server(name, target, process, routed, is_router=is_router)
             time.sleep(0.3)
-        raise OutError(f"it did not answer within {START_LIMIT_S:g} s")
+        raise OutError(f"no answer within {START_LIMIT_S:g} s")
     except BaseException:
         end(process)
         raise
 
 
 def _answers(target: Target) -> bool:
-    """True if a server does what it is for: some list their models while these are loading."""
+    """True if a server can answer requests; some list their models while these are still loading."""
     try:
         with RemoteServer(target) as remote:
-            asked = {"model": remote.model_or_first(None), "prompt": "Hello", "max_tokens": 1}
-            return remote.try_post("/v1/completions", asked) is not None
+            body = {"model": remote.model_or_first(None), "prompt": "Hello", "max_tokens": 1}
+            return remote.try_post("/v1/completions", body) is not None
     except RemoteError:
         return False
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a server, with force where it does not listen."""
+    """End a server, by force if it does not react."""
     process.terminate()
     try:
         process.wait(20)
@@ -291,15 +295,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def own_server(model: str, threads: int, max_seqs: int, manifest: str | None = None) -> list[str]:
-    """Command of `lockstep serve`; with a manifest the model is behind every name of it."""
+    """Command of `lockstep serve`; with a manifest, every name in it has the model."""
     served = [model] if manifest is None else ["--manifest", manifest, "--backend", model]
     limits = ("--max-num-seqs", str(max_seqs), "--threads", str(threads), "--log-level", "warning")
     return [sys.executable, "-m", "lockstep", "serve", *served, *limits, "--port"]
 
 
-def llama_cpp_server(python: str, model: str, threads: int, works: Sequence[Work]) -> list[str]:
+def llama_cpp_server(python: str, model: str, threads: int, workloads: Sequence[Workload]) -> list[str]:
     """Command of llama-cpp-python's server, which answers one request at a time."""
-    length = max(_PROBE_TOKENS, *(work.context + work.output + 256 for work in works))
+    length = max(_PROBE_TOKENS, *(work.context + work.output + 256 for work in workloads))
     limits = ("--n_ctx", str(length), "--n_threads", str(threads), "--n_threads_batch", str(threads))
     flags = ("--n_batch", "2048", "--flash_attn", "true", "--interrupt_requests", "false", "--verbose", "false")
     return [python, "-m", "llama_cpp.server", "--model", model, *limits, *flags, "--port"]

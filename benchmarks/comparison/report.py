@@ -1,4 +1,4 @@
-"""Report of a comparison: the ratios of each round, the JSON of everything, and the tables."""
+"""Report of a comparison: computes the ratios of each round, and writes JSON and tables."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lockstep.report.document import Table, numbers, words
 from lockstep.report.text import to_lines
 
 COMPARED = ("output_throughput", "decode_throughput", "ttft_ms", "ttft_p99_ms", "request_ms")
-"""Figures whose ratios are shown."""
+"""Figures with ratios."""
 SERVED = {"engine": (("served ", OURS["server"]),)}
-"""Beside engines our server counts too: what users see of ours, against what they could have at best of others."""
+"""Additional ratios for engines: our server against other engines, since users run our server."""
 
 
 def ratios(comparison: Comparison, work: str, peer: str, figure: str, own: str | None = None) -> list[float]:
-    """Times that we are better, for each round in which both have the figure: above 1 we win.
+    """Ratios of each round in which both have the figure; above 1: Lockstep is better.
 
     Args:
-        own: which of ours; None: that of the peer's kind.
+        own: name of our backend; None: that of the peer's kind.
     """
     names = (OURS[comparison.backends[peer]["kind"]], ROUTER) if own is None else (own,)
     ours = next((comparison.seen[work, name] for name in names if (work, name) in comparison.seen), {})
@@ -42,7 +42,7 @@ def ratios(comparison: Comparison, work: str, peer: str, figure: str, own: str |
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """The whole comparison: what `lockstep bench compare` reads is under ``figures``."""
+    """Whole comparison as an object; `lockstep bench compare` reads its ``figures``."""
     values: dict[str, Any] = {}
     better: dict[str, Any] = {}
     for (work, name), rounds in comparison.seen.items():
@@ -73,16 +73,16 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def text_of(comparison: Comparison) -> str:
-    """Tables by kind of work: medians of each backend, how many times better ours is, and of how many rounds."""
+    """Tables by kind of workload: medians of each backend, ratios, and the number of rounds."""
     of_kind: dict[str, list[str]] = {}
-    for work in comparison.options.works:
+    for work in comparison.options.workloads:
         if any(name == work.name for name, _ in comparison.seen):
             of_kind.setdefault(work.kind, []).append(work.name)
     duration = f"{comparison.duration_s:.0f} s" + (f", ended by {comparison.ended_by}" if comparison.ended_by else "")
     lines = [
         f"{Path(comparison.options.model).name} on {machine_name()}, {duration}",
         "; ".join(dict.fromkeys(each["version"] for each in comparison.backends.values())),
-        *(f"{to_lines(_table(comparison, works))}\n" for works in of_kind.values()),
+        *(f"{to_lines(_table(comparison, workloads))}\n" for workloads in of_kind.values()),
         "x: times that ours of the same kind was better (served x: our server), median of rounds (least to greatest)",
     ]
     if missing := _not_measured(comparison):
@@ -93,9 +93,9 @@ def text_of(comparison: Comparison) -> str:
     return "\n".join([*lines, *(ollama_lines(comparison.options.model) if comparison.options.routed else [])])
 
 
-def _table(comparison: Comparison, works: Sequence[str]) -> Table:
-    """Rows of some works, with the columns that any of them has."""
-    seen = {key: rounds for key, rounds in comparison.seen.items() if key[0] in works}
+def _table(comparison: Comparison, workloads: Sequence[str]) -> Table:
+    """Table of some workloads, with the columns that any of them has."""
+    seen = {key: rounds for key, rounds in comparison.seen.items() if key[0] in workloads}
     known = {figure for rounds in seen.values() for found in rounds.values() for figure in found}
     columns = [figure for figure in FIGURES if figure in known]
     has_peers = any(name not in OWN_NAMES for _, name in seen)
@@ -108,7 +108,7 @@ def _table(comparison: Comparison, works: Sequence[str]) -> Table:
     titled = words(*(title for title, _, _ in compared))
     table = Table("", (*words("work", "backend"), *numbers(*titles), *titled))
     for (work, name), rounds in sorted(
-        seen.items(), key=lambda each: (works.index(each[0][0]), names.index(each[0][1]))
+        seen.items(), key=lambda each: (workloads.index(each[0][0]), names.index(each[0][1]))
     ):
         cells = [_median([found[figure] for found in rounds.values() if figure in found]) for figure in columns]
         own = name in OWN_NAMES
@@ -123,7 +123,9 @@ def _table(comparison: Comparison, works: Sequence[str]) -> Table:
 
 def _not_measured(comparison: Comparison) -> list[str]:
     seen = {work for work, _ in comparison.seen}
-    return [work.name for work in (*comparison.options.works, *comparison.options.left_out) if work.name not in seen]
+    return [
+        work.name for work in (*comparison.options.workloads, *comparison.options.left_out) if work.name not in seen
+    ]
 
 
 def _median(values: Sequence[float]) -> str:
@@ -138,7 +140,7 @@ def _spread(found: Sequence[float]) -> str:
 
 
 def _ways(ways: Mapping[str, str]) -> str:
-    """Ways in which a backend did its work, where there was a choice."""
+    """Ways of a backend that were chosen from several."""
     chosen = {title: way for title, way in ways.items() if way and way != "defaults"}
     if len(set(chosen.values())) == 1:
         return next(iter(chosen.values()))

@@ -1,4 +1,4 @@
-"""Routed requests of a race: one request of ours against the two that a client sends who routes by itself."""
+"""Routed requests of a comparison: one request of ours against the two of a client that routes by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison.workloads import NUM_ROUTED, Answer, Work
+from benchmarks.comparison.workloads import NUM_ROUTED, Answer, Workload
 from lockstep.bench.remote import RemoteServer
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.manifest_file import parse
@@ -22,26 +22,28 @@ Message = Mapping[str, Any]
 
 
 class RoutedRequests:
-    """Questions to a manifest's cluster, and the requests of a client that has to route them itself.
+    """Questions to a manifest's cluster, and the requests of a client that routes them by itself.
 
-    The entry model of our cluster answers with as many tokens as its grammar leaves open; the other servers get a
-    request for as many. The choice of the specialist makes no difference, because every name has the same file.
+    The entry model of our cluster generates as many tokens as its grammar allows; the requests to other servers have
+    the same number of tokens. The choice of the specialist has no effect, because every name has the same file.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             self._manifest: Manifest = parse(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--routed {path} cannot be read ({error})") from None
+            raise UsageError(f"cannot read --routed {path} ({error})") from None
         router = Router.of(self._manifest)
         if router is None or not self._manifest.targets:
-            raise UsageError(f"--routed {path} routes nothing: its manifest needs `routing:` and models that it names")
+            raise UsageError(
+                f"--routed {path} has no routes: its manifest needs `routing:` and the models that it names"
+            )
         self._router = router
         self._entry_tokens = 8
-        """Tokens of the entry's answer, as ours was seen to take them."""
+        """Number of tokens of the entry model's answer, measured on our server."""
 
-    def ask_ours(self, remote: RemoteServer, work: Work, seed: int) -> list[Answer]:
-        """Send one request per question; the times of its hops come from the answer."""
+    def ask_ours(self, remote: RemoteServer, work: Workload, seed: int) -> list[Answer]:
+        """Send one request per question; the times of its hops are in the answer."""
         answers = []
         for question in self._questions(seed):
             begin_s = time.perf_counter()
@@ -55,8 +57,8 @@ class RoutedRequests:
             answers.append(Answer(begin_s, (begin_s + entry["latency_ms"] / 1e3, end_s)))
         return answers
 
-    def ask_others(self, remote: RemoteServer, model: str, work: Work, seed: int) -> list[Answer]:
-        """Two requests each, one after the other."""
+    def ask_others(self, remote: RemoteServer, model: str, work: Workload, seed: int) -> list[Answer]:
+        """Send two requests per question, one after the other."""
         answers = []
         targets = self._manifest.targets
         for index, question in enumerate(self._questions(seed)):
@@ -76,7 +78,7 @@ class RoutedRequests:
         return answers
 
     def _questions(self, seed: int) -> Iterator[Message]:
-        """Questions that differ for every seed, so that no cache has them."""
+        """Questions that differ for every seed, so that no cache holds them."""
         for index in range(NUM_ROUTED):
             subject = _SUBJECTS[index % len(_SUBJECTS)]
             yield {
@@ -86,10 +88,11 @@ class RoutedRequests:
 
 
 def ollama_lines(model: str) -> list[str]:
-    """Commands that compare with Ollama on the same file: its Modelfile, the model made of it, and the comparison."""
+    """Commands for a comparison with Ollama on the same file: its Modelfile, creation of the model, and the
+    comparison."""
     path = Path(model).resolve()
     return [
-        "beside Ollama, which must be running:",
+        "comparison with Ollama, which must be running:",
         f"  printf 'FROM {path}\\nPARAMETER temperature 0\\n' > Modelfile && ollama create {path.stem} -f Modelfile",
         f"  lockstep bench peers {model} --peer-url http://127.0.0.1:11434 # measures the first model of /v1/models",
     ]

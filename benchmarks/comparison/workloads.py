@@ -1,4 +1,4 @@
-"""Workloads of a comparison: the requests of each, when their tokens came, and the statistics of that. Pure."""
+"""Workloads of a comparison: define their requests, and compute statistics from the times of their tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT, SHORT_OUTPUT = 32, 4
 """Tokens of the short prompts that arrive among long ones, and of their answers."""
 NUM_LONG, SHORT_PER_LONG = 5, 16
 NUM_ROUTED = 8
-"""Requests of a routed work, one after the other."""
+"""Number of requests of a routed workload, one after the other."""
 FIGURES: Mapping[str, tuple[str, bool]] = {
     "output_throughput": ("output tok/s", True),
     "decode_throughput": ("decode tok/s", True),
@@ -36,21 +36,21 @@ FIGURES: Mapping[str, tuple[str, bool]] = {
     "cpu_ms_per_token": ("CPU ms/token", False),
     "memory_mb": ("MB", False),
 }
-"""Figures of a piece of work with their titles; True: more is better."""
+"""Figures of a workload with their titles; True: more is better."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Requests of one piece of work. Random prompts at once (grid); chat prompts one after the other (prompts); short
-    prompts while long ones arrive (arrivals); requests of two hops one after the other (routed)."""
+class Workload:
+    """Requests of one workload: random prompts at once (grid), chat prompts one after the other (prompts), short
+    prompts while long ones arrive (arrivals), or requests of two hops one after the other (routed)."""
 
     context: int
-    """Tokens of each prompt; of arrivals, of the long ones."""
+    """Tokens of each prompt; for arrivals, of the long prompts."""
     streams: int = 1
     output: int = 64
     kind: Kind = "grid"
     gap_s: float = 0.0
-    """Mean time between two long prompts that arrive."""
+    """Mean time between the arrivals of two long prompts, in seconds."""
 
     @property
     def name(self) -> str:
@@ -64,16 +64,16 @@ class Work:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, as far as they are random."""
+        """Total tokens of all random prompts."""
         return self.context * self.streams
 
     @property
     def cost(self) -> float:
-        """Time that it takes, in that of a prompt's token: a step of few tokens takes that of a dozen."""
+        """Estimated duration in units of one prompt token; a step with few tokens takes as long as a dozen."""
         return self.num_prompt_tokens + self.output * (12.0 + self.streams)
 
     def samples(self, seed: int) -> tuple[Sample, ...]:
-        """The requests, in the order in which they are due."""
+        """Requests in the order of their due times."""
         if self.kind == "prompts":
             return tuple(Sample(({"role": "user", "content": text},), self.output) for text in SUITE)
         if self.kind == "grid":
@@ -88,13 +88,13 @@ class Work:
         return tuple(sorted(timed, key=lambda sample: sample.at_s or 0.0))
 
     def counts(self, sample: Sample) -> bool:
-        """True unless a request is only there to be in others' way."""
+        """True for requests that count in the figures; long prompts of arrivals are only load."""
         return self.kind != "arrivals" or sample.input_tokens != self.context
 
 
 def _distinct(samples: Sequence[Sample], *key: int) -> tuple[Sample, ...]:
-    """The samples, with a key of their work in their prompts: none begins with a prompt of another work, which an
-    engine with a prefix cache would have computed already."""
+    """Samples with a key of their workload in their prompts, so that no prompt begins like that of another workload,
+    which a prefix cache might hold."""
     segments = [[part for part in each.recipe if isinstance(part, TokenSegment)] for each in samples]
     return tuple(
         replace(each, recipe=tuple(part._replace(key=(*key, *part.key)) for part in parts))
@@ -104,25 +104,25 @@ def _distinct(samples: Sequence[Sample], *key: int) -> tuple[Sample, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Seconds after the start of the work: when a request was due or sent, and when each of its tokens came."""
+    """Seconds from the start of the workload until a request was due or sent, and until each of its tokens arrived."""
 
     sent_s: float
     tokens_s: tuple[float, ...]
-    """Of a routed request the ends of its hops."""
+    """Times of tokens; for a routed request, the ends of its hops."""
 
 
 @dataclass(slots=True)
 class Done:
-    """One piece of work as it was seen."""
+    """Measurements of one workload."""
 
     answers: Sequence[Answer]
     cpu_s: float | None = None
-    """Of the backend's processes; None: they are not ours to watch."""
+    """Processor time of the backend's processes; None: not measurable."""
     memory_mb: float | None = None
 
 
-def figures(work: Work, done: Done) -> dict[str, float]:
-    """Figures of one piece of work, by their names in `FIGURES`."""
+def figures(work: Workload, done: Done) -> dict[str, float]:
+    """Figures of one workload, by their names in `FIGURES`."""
     answers = done.answers
     if work.kind == "routed":
         hops = [(a.tokens_s[0] - a.sent_s, a.tokens_s[-1] - a.tokens_s[0]) for a in answers]
@@ -142,9 +142,9 @@ def figures(work: Work, done: Done) -> dict[str, float]:
     return result
 
 
-def _speeds(work: Work, answers: Sequence[Answer]) -> dict[str, float]:
-    """Tokens per second in all, and while every stream decodes: from the last stream's first token to the first
-    stream's last one; no such figure where that is less than four tokens each."""
+def _speeds(work: Workload, answers: Sequence[Answer]) -> dict[str, float]:
+    """Tokens per second in total, and while every stream decodes: from the last stream's first token to the first
+    stream's last one. The latter is omitted for less than four tokens each."""
     total = sum(len(answer.tokens_s) for answer in answers)
     if work.kind == "prompts":  # one after the other
         result = {"output_throughput": total / sum(answer.tokens_s[-1] - answer.sent_s for answer in answers)}

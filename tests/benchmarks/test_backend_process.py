@@ -17,7 +17,7 @@ SCRIPT = ("-m", "benchmarks.comparison.backend_process")
 
 
 class Timed:
-    """An engine whose ways take as long as they are told."""
+    """An engine with a configured duration for each way."""
 
     def __init__(self, **seconds: float) -> None:
         self._seconds = seconds

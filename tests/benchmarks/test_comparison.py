@@ -17,7 +17,7 @@ import pytest
 from benchmarks.comparison.backends import answers_of, trial
 from benchmarks.comparison.report import as_json, ratios, text_of
 from benchmarks.comparison.rounds import Comparison, ComparisonOptions, run_comparison
-from benchmarks.comparison.workloads import Answer, Work
+from benchmarks.comparison.workloads import Answer, Workload
 from lockstep.bench.client import Outcome
 from lockstep.cli.main import invoke
 from tests.processes import SOURCES
@@ -67,17 +67,17 @@ def test_our_server_is_compared_with_engines_too() -> None:
 
 def test_work_with_too_many_prompt_tokens_is_left_out_and_named() -> None:
     options = ComparisonOptions("x", ((200, 64), (4000, 16)), (1, 8), max_prompt_tokens=4000)
-    assert [work.name for work in options.works] == ["200/64 x1", "200/64 x8", "4000/16 x1", "4 prompts"]
+    assert [work.name for work in options.workloads] == ["200/64 x1", "200/64 x8", "4000/16 x1", "4 prompts"]
     assert [work.name for work in options.left_out] == ["4000/16 x8"]
 
 
 def test_engines_alone_have_no_work_that_needs_a_server() -> None:
     options = ComparisonOptions("x", ((200, 64),), (1,), only="engines", arrivals=2000, routed="m.yaml")
-    assert [work.name for work in options.works] == ["200/64 x1"]
+    assert [work.name for work in options.workloads] == ["200/64 x1"]
 
 
 def test_a_trial_is_short_and_has_the_streams_of_its_work() -> None:
-    for work in (Work(4000, 1, 64), Work(1000, 32, 200), Work(8, 2, 4)):
+    for work in (Workload(4000, 1, 64), Workload(1000, 32, 200), Workload(8, 2, 4)):
         short = trial(work)
         assert short.streams == work.streams
         assert short.context <= work.context
@@ -96,7 +96,7 @@ def test_a_race_goes_on_without_peers_that_are_not_there(capsys: pytest.CaptureF
         printed = capsys.readouterr()
     result = json.loads(path.read_text())
     assert "without llama_cpp.server: " in printed.out
-    assert "openvino-genai: it is not installed for " in printed.err
+    assert "openvino-genai: not installed for " in printed.err
     assert "cannot connect to http://127.0.0.1:9" in result["out"]["http://127.0.0.1:9"]
     assert list(result["backends"]) == ["lockstep", "lockstep serve", "lockstep serve, routed", server.base_url]
     for work in ("8/12 x1", "8/12 x2"):
@@ -120,11 +120,11 @@ def test_a_race_goes_on_without_peers_that_are_not_there(capsys: pytest.CaptureF
         (("--contexts", "many"), "--contexts has 'many'"),
         (("--contexts", "8:0"), "--contexts, --streams and --output-len take numbers from 1"),
         (("--streams", "0"), "--output-len take numbers from 1"),
-        (("--peers", "ollama"), "--peers has 'ollama'; there are llama.cpp"),
-        (("--no-grid", "--no-suite"), "no work is left"),
-        (("--no-suite", "--no-grid", "--only", "engines"), "no work is left"),
+        (("--peers", "ollama"), "--peers has 'ollama'; the peers are llama.cpp"),
+        (("--no-grid", "--no-suite"), "no workload is left"),
+        (("--no-suite", "--no-grid", "--only", "engines"), "no workload is left"),
         (("--rounds", "0"), "--rounds is 0"),
-        (("--routed", "nowhere.yaml"), "--routed nowhere.yaml cannot be read"),
+        (("--routed", "nowhere.yaml"), "cannot read --routed nowhere.yaml"),
         (("--peer-url", "http://:x"), "--peer-url is 'http://:x'"),
     ],
 )
@@ -176,7 +176,7 @@ def test_work_that_has_no_time_left_is_not_begun() -> None:
     options = ComparisonOptions(SLOW, ((8, 12), (8, 900_000)), (1,), peers=(), rounds=1, only="engines")
     comparison = run_comparison(options, lambda sentence: None)
     assert list(comparison.seen) == [("8/12 x1", "lockstep")]
-    assert comparison.ended_by == "--limit-s 1200, which has no room for a round of 8/900000 x1"
+    assert comparison.ended_by == "--limit-s 1200, too short for a round of 8/900000 x1"
     assert "not measured: 8/900000 x1" in text_of(comparison)
 
 

@@ -1,4 +1,4 @@
-"""Routed requests: one to ours, two to others, other questions in every round, and what Ollama's users are told."""
+"""Routed requests: one to our server and two to others, with new questions in every round; commands for Ollama."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.comparison.routed import RoutedRequests, ollama_lines
-from benchmarks.comparison.workloads import NUM_ROUTED, Work
+from benchmarks.comparison.workloads import NUM_ROUTED, Workload
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import RemoteServer
 from lockstep.errors import RemoteError, UsageError
 from tests.bench.standin import MODEL, Behaviour, serving
 
 SUPPORT = Path("examples/customer-support.yaml")
-WORK = Work(64, 1, 6, "routed")
+WORK = Workload(64, 1, 6, "routed")
 Server = tuple[str, Behaviour]
 
 
@@ -58,9 +58,9 @@ def test_a_server_that_answers_by_itself_has_not_routed(server: Server) -> None:
 def test_a_manifest_without_routing_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plain.yaml"
     path.write_text("cluster: plain\nmodels:\n  chat:\n    source: stub://chat\n")
-    with pytest.raises(UsageError, match="routes nothing"):
+    with pytest.raises(UsageError, match="has no routes"):
         RoutedRequests(path)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot read"):
         RoutedRequests(tmp_path / "nowhere.yaml")
 
 

@@ -58,12 +58,12 @@ def test_an_unknown_engine_is_rejected_with_the_recorded_ones(
     recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["calibrate", str(recording), "--engine", "3"]) == 2
-    assert "has no engine 3; it has 0 (alpha)" in capsys.readouterr().err
+    assert "has no engine 3; its engines are 0 (alpha)" in capsys.readouterr().err
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["calibrate", str(tmp_path)]) == 2
-    assert "no recording is there" in capsys.readouterr().err
+    assert "no recording found" in capsys.readouterr().err
     (tmp_path / "x.lstrace").write_bytes(b"nothing")
     assert invoke(["calibrate", str(tmp_path / "x.lstrace")]) == 2
     assert capsys.readouterr().err.startswith("lockstep: error: ")

@@ -122,11 +122,11 @@ def test_two_runs_are_two_reports(trace: str, capsys: pytest.CaptureFixture[str]
         (["FILE", "--set-b", "order=best"], "order is 'best'; it must be fcfs, priority or fair"),
         (["FILE", "--set", "max_num_seqs=0"], "max_num_seqs is 0; it must be"),
         (["FILE", "--slo", "ttfb:5"], "--slo has 'ttfb:5'; write ttft:500,tpot:50"),
-        (["FILE", "--tick-ms", "-1"], "a step of -1.0 ms cannot be"),
+        (["FILE", "--tick-ms", "-1"], "a step cannot take -1.0 ms"),
         (["FILE", "--tick-ms", "1", "--cost", "FILE"], "give one of them"),
-        (["FILE", "--cost", "FILE"], "is no cost model"),
-        (["FILE", "--cost", "absent"], "absent: the cost model cannot be read"),
-        (["FILE", "--speed", "0"], "the speed is 0.0; it must be above 0"),
+        (["FILE", "--cost", "FILE"], "is not a cost model"),
+        (["FILE", "--cost", "absent"], "absent: cannot read the cost model"),
+        (["FILE", "--speed", "0"], "the speed is 0.0; it must be positive"),
         (["FILE", "--limit", "0"], "--limit"),
         (["FILE", "--output", "."], ".: the report cannot be written there: it is a directory; name a file in it"),
         (["FILE", "--ticks"], "say where it goes with --output FILE, or --json"),
@@ -145,7 +145,7 @@ def test_a_price_below_zero_is_refused(trace: str, tmp_path: Path, capsys: pytes
     cost = tmp_path / "cost.json"
     cost.write_text(json.dumps({**COST, "decode_seq_ps": -1}))
     assert invoke(["replay", trace, "--cost", str(cost)]) == 2
-    assert "decode_seq_ps is -1; no step takes negative time" in capsys.readouterr().err
+    assert "decode_seq_ps is -1; it must be at least 0" in capsys.readouterr().err
 
 
 def test_bench_replay_decides_the_same_with_run_lengths_and_single_steps(
@@ -173,9 +173,9 @@ def test_a_replay_beyond_the_calibrated_range_warns_of_extrapolation(
     assert "Note: times are extrapolated for " in capsys.readouterr().out
     limits = ["--set", "max_num_batched_tokens=512", "--grid", "max_num_seqs=1,4", "--jobs", "1"]
     assert invoke(["sweep", *words, *limits]) == 0
-    noted = [line for line in capsys.readouterr().out.splitlines() if "larger than any that was measured" in line]
+    noted = [line for line in capsys.readouterr().out.splitlines() if "beyond the measured range" in line]
     assert len(noted) == 1
-    assert noted[0].startswith("1 config has steps larger than any that was measured, as max_num_seqs=4: ")
+    assert noted[0].startswith("1 config has steps beyond the measured range, such as max_num_seqs=4: ")
 
 
 def replayed(load: object, tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def test_priorities_are_followed_unless_an_order_is_set(tmp_path: Path, capsys: 
     """The report says so either way; whoever gets the order that was asked for is told nothing."""
     admitted = {}
     for order, said in (
-        ("", "requests have priorities and nothing sets"),
+        ("", "requests have priorities and no order is set"),
         ("fcfs", "order is fcfs, so"),
         ("priority", ""),
     ):
@@ -243,7 +243,7 @@ def test_relatives_of_replay_say_it_on_standard_error(tmp_path: Path, capsys: py
     ):
         invoke(command)
         told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
-        assert [line.split(",")[0] for line in told] == ["note: requests have priorities and nothing sets an order"]
+        assert [line.split(",")[0] for line in told] == ["note: requests have priorities and no order is set"]
     assert invoke(["sweep", load, "--grid", "order=fcfs,priority", "--jobs", "1"]) == 0
     assert "note: " not in capsys.readouterr().err
 

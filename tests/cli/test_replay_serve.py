@@ -232,7 +232,7 @@ def test_a_recording_whose_server_was_killed_answers_all_that_came_to_its_end(tm
         assert streamed(client, BODIES[0]) == before
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(**asked("without an end"))
-        assert "breaks off at byte" in server.stderr
+        assert "ends early at byte" in server.stderr
 
 
 CLUSTER = """\

@@ -21,7 +21,7 @@ from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy, Why
 from lockstep.replay.recorded_routes import verify_routes
 from lockstep.replay.trace import files_in, read_frames
 from lockstep.worker.flight.options import TraceOptions
-from tests.replay.routing import Life, chain, entries_in
+from tests.replay.routing import History, chain, entries_in
 from tests.waiting import until
 
 
@@ -66,7 +66,7 @@ def test_a_session_may_be_called_anything(tmp_path: Path) -> None:
 
 def test_each_file_begins_with_the_state_of_every_group(tmp_path: Path) -> None:
     """Written into files of some kilobytes, of which the oldest go; what is left is decided again."""
-    life = Life(RouteRecorder(TraceOptions(str(tmp_path), 4 << 17)), seed=1, policy=RoutingPolicy.PREFIX)
+    life = History(RouteRecorder(TraceOptions(str(tmp_path), 4 << 17)), seed=1, policy=RoutingPolicy.PREFIX)
     while len(files_in(tmp_path, ROUTE_SUFFIX)) < 6:
         life.live(50)
         until(lambda: not life.recorder.report().num_queued_bytes)
@@ -84,7 +84,7 @@ def test_each_file_begins_with_the_state_of_every_group(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(tmp_path: Path) -> None:
-    life = Life(RouteRecorder(TraceOptions(str(tmp_path), retry_s=0.0)), seed=2)
+    life = History(RouteRecorder(TraceOptions(str(tmp_path), retry_s=0.0)), seed=2)
     life.live(100)
     life.recorder._files._break("No space left on device", 0)
     assert life.recorder.fault == "No space left on device"

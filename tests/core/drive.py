@@ -1,4 +1,4 @@
-"""Short ways to say what a scheduler is asked, for tests without a model."""
+"""Helpers that drive a scheduler without a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_interpreted = pytest.mark.skipif(
 
 
 def config(**limits: Any) -> SchedulerConfig:
-    """A config with small blocks and a large pool."""
+    """Config with small blocks and a large pool."""
     return SchedulerConfig(**{"block_size": 4, "num_blocks": 1000, "max_model_len": 2000, **limits})
 
 
@@ -28,7 +28,7 @@ def scheduler(**limits: Any) -> Scheduler:
 
 
 def answer(plan: StepPlan, tokens: dict[int, int] | None = None, stops: tuple[int, ...] = ()) -> StepResult:
-    """One token for each sampling row, or as many as ``tokens`` says; ``stops`` end."""
+    """Result with one token for each sampling row, or the number in ``tokens``; sequences in ``stops`` end."""
     ids = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
     counts = tuple((tokens or {}).get(seq_id, 1) for seq_id in ids)
     return StepResult(counts, tuple(FinishReason.STOP if seq_id in stops else None for seq_id in ids))
@@ -39,7 +39,7 @@ def commit(core: Scheduler, plan: StepPlan, *stops: int, tokens: dict[int, int] 
 
 
 def step(core: Scheduler, *stops: int, tokens: dict[int, int] | None = None) -> StepPlan:
-    """Schedule and commit; checks conservation."""
+    """Schedule and commit a step, and check conservation."""
     plan = core.schedule()
     if plan.has_work:
         commit(core, plan, *stops, tokens=tokens)
@@ -48,7 +48,7 @@ def step(core: Scheduler, *stops: int, tokens: dict[int, int] | None = None) -> 
 
 
 def rows(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """(id, start, length) per row."""
+    """(id, start, length) of each row."""
     return list(zip(plan.seq_ids, plan.starts, plan.lengths, strict=True))
 
 
@@ -63,13 +63,13 @@ def prompt(
     salt: bytes = b"",
     **more: Any,
 ) -> Request:
-    """A request with hashes of its tokens; a number stands for that many equal tokens."""
+    """Request with hashes of its tokens; a number stands for that many equal tokens."""
     ids = [7] * tokens if isinstance(tokens, int) else tokens
     return Request(len(ids), output, block_hashes(b"test" + salt, ids, block_size), **more)
 
 
 def run(core: Scheduler, max_steps: int = 1000) -> list[StepPlan]:
-    """Until nothing is left."""
+    """Run until all requests have ended."""
     plans = []
     while core.has_unfinished:
         plans.append(step(core))

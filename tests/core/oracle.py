@@ -1,4 +1,4 @@
-"""A model whose bits depend on everything that a scheduler can get wrong, and a loop that serves requests with it.
+"""Oracle model whose bits depend on everything that a scheduler can get wrong, and a loop that serves requests with it.
 
 Each KV slot holds a hash of its token, its position, the kernel that a real model would have used, and of everything
 that attention read, *through the block table*. The next token is a hash of all that. So a wrong block, a stale slot, a
@@ -32,7 +32,7 @@ class OracleModel:
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
         self.has_one_kernel = True
-        """A token gets the same bits computed alone as among others: executors promise it."""
+        """True if a token has the same bits computed alone or together with others, as executors may promise."""
         self.device: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_blocks + 1)]
         self.host: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
 
@@ -45,7 +45,7 @@ class OracleModel:
             self.device[device] = list(self.host[host])
 
     def forward(self, plan: StepPlan, tokens: dict[int, list[int]], prompts: dict[int, int]) -> list[bytes]:
-        """What the sampling rows see, in plan order."""
+        """Logits of the sampling rows, in plan order."""
         self._check_rows(plan)
         seen = []
         for chunk in plan.chunks():
@@ -72,7 +72,7 @@ class OracleModel:
         return value
 
     def _check_rows(self, plan: StepPlan) -> None:
-        """No row writes where another row reads or writes."""
+        """Check that no row writes to blocks of another row."""
         size = self.block_size
         written: dict[int, int] = {}
         for chunk in plan.chunks():
@@ -101,7 +101,7 @@ class Job:
 
 @dataclass
 class Served:
-    """What a request got."""
+    """Answer of a request."""
 
     tokens: list[int]
     num_prompt: int
@@ -115,7 +115,7 @@ class Served:
 
 @dataclass
 class Loop:
-    """A small engine: adds token values to what the scheduler decides, and checks what every plan must keep."""
+    """A small engine: adds tokens to the scheduler's decisions, and checks the invariants of every plan."""
 
     config: SchedulerConfig
     can_stop: bool = True
@@ -127,7 +127,7 @@ class Loop:
     results: list[StepResult] = field(default_factory=list)
     events: list[StepEvents] = field(default_factory=list)
     kept: dict[bytes, list[bytes | None]] = field(default_factory=dict)
-    """Content of blocks that were cached: what a store outside of the pool would have."""
+    """Contents of evicted cached blocks, like those of a store outside of the pool."""
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
@@ -161,25 +161,25 @@ class Loop:
         return done
 
     def name_answer(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Name the full blocks of an answer; of its tokens, the last one has no KV."""
+        """Name the full blocks of an answer; the last token has no KV."""
         job, size = self.jobs[seq_id], self.config.block_size
         hashes = block_hashes(NAMESPACE + job.salt, tokens[:-1], size)
         self.scheduler.name_answer(seq_id, hashes[len(job.prompt) // size :])
 
     def turns(self) -> list[tuple[int, ...]]:
-        """The last sequences that ended, prompt and answer, for prompts to go on from."""
+        """Prompts and answers of the last ended sequences, for prompts that continue them."""
         ended = [tuple(served.tokens) for served in self.served.values() if served.reason is not None]
         return ended[-3:]
 
     def keep(self, hashes: Sequence[bytes]) -> None:
-        """Copy what the device holds of a chain."""
+        """Copy the blocks of a chain from the device."""
         for block_hash, block in zip(hashes, self.scheduler.cached_blocks(hashes), strict=True):
             if block is not None:
                 content = list(self.model.device[block])
                 assert self.kept.setdefault(block_hash, content) == content, "one hash, two contents"
 
     def fill(self, hashes: Sequence[bytes]) -> int:
-        """Bring back what was kept of a chain, up to the first block that was not; returns how many blocks it took."""
+        """Restore the stored blocks of a chain up to the first missing one; returns the number of restored blocks."""
         known = list(takewhile(self.kept.__contains__, hashes))
         given = self.scheduler.fill(known)
         for place, block in given:
@@ -187,7 +187,7 @@ class Loop:
         return len(given)
 
     def step(self) -> StepPlan:
-        """One step; a plan without rows is only returned."""
+        """Run one step; a plan without rows is only returned."""
         plan = self.scheduler.schedule(self.explain)
         if not plan.has_work:
             return plan
@@ -199,7 +199,7 @@ class Loop:
         return plan
 
     def fail_step(self, *, moved: bool, ran: bool) -> StepPlan:
-        """A step that breaks, before or after it moved blocks or computed."""
+        """Run a step that fails before or after it moved blocks or computed."""
         plan = self.scheduler.schedule(self.explain)
         if plan.has_work:
             if moved:
@@ -233,7 +233,7 @@ class Loop:
         self.scheduler.check()
 
     def run(self, max_steps: int = 5000) -> None:
-        """Until nothing is left."""
+        """Run until all requests have ended."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished:
                 return
@@ -247,7 +247,7 @@ class Loop:
         return new[: self.config.max_forced_tokens], self.can_stop and value[7] % 16 == 0
 
     def check_plan(self, plan: StepPlan) -> None:
-        """What no plan may exceed, and which chunks there must never be."""
+        """Check the limits of a plan, and that it has no forbidden chunks."""
         config = self.config
         assert len(set(plan.seq_ids)) == len(plan.seq_ids) <= config.step_limit
         assert plan.num_tokens <= config.max_num_batched_tokens
@@ -278,7 +278,7 @@ class Loop:
 
 
 def alone(job: Job, config: SchedulerConfig, *, can_stop: bool = True, forces: bool = True) -> tuple[int, ...]:
-    """What a request gets by itself in a pool with room for it."""
+    """Answer of a request alone in a large pool."""
     roomy = SchedulerConfig(
         block_size=config.block_size,
         num_blocks=64,

@@ -1,4 +1,4 @@
-"""Who leaves the queue: skips, classes, ages, tenants, bounds, siblings."""
+"""Admission from the queue: skips, priorities, aging, tenants, bounds, siblings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core.oracle import Loop
 from tests.core.test_oracle import drive, random_config
 
 
-def test_a_request_that_does_not_fit_is_overtaken_so_often_and_then_blocks() -> None:
+def test_a_request_that_does_not_fit_blocks_the_queue_after_max_skips() -> None:
     core = scheduler(num_blocks=10, max_skips=2)
     core.add(Request(20, 20))
     step(core)
@@ -28,7 +28,7 @@ def test_a_request_that_does_not_fit_is_overtaken_so_often_and_then_blocks() -> 
     assert step(core).admitted[0] == big
 
 
-def test_a_blocked_class_blocks_those_below_and_not_those_above() -> None:
+def test_a_blocked_priority_blocks_lower_ones_and_not_higher_ones() -> None:
     core = scheduler(num_blocks=10, max_skips=1, order="priority")
     core.add(Request(20, 15))
     step(core)
@@ -41,7 +41,7 @@ def test_a_blocked_class_blocks_those_below_and_not_those_above() -> None:
     assert step(core).admitted == (critical,)
 
 
-def test_no_more_are_passed_over_in_one_step_than_may_overtake() -> None:
+def test_the_number_of_skipped_requests_per_step_is_limited() -> None:
     core = scheduler(num_blocks=10, max_skips=2)
     core.add(Request(20, 15))
     step(core)
@@ -51,14 +51,14 @@ def test_no_more_are_passed_over_in_one_step_than_may_overtake() -> None:
     assert step(core).admitted == ()
 
 
-def test_priority_order_admits_the_best_class_first() -> None:
+def test_priority_order_admits_the_highest_priority_first() -> None:
     core = scheduler(max_num_seqs=1, order="priority")
     for priority in (1, 0, -2, -1):
         core.add(Request(3, 1, priority=priority))
     assert [plan.seq_ids for plan in run(core)] == [(2,), (3,), (1,), (0,)]
 
 
-def test_a_waiting_request_ages_into_better_classes() -> None:
+def test_a_waiting_request_ages_to_higher_priorities() -> None:
     core = scheduler(max_num_seqs=1, order="priority", priority_aging_steps=3)
     core.add(Request(3, 1))
     low = core.add(Request(3, 1, priority=1))
@@ -93,8 +93,8 @@ def test_fair_order_counts_every_token_of_a_long_quiet_stretch() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_skipping_requests_that_cannot_fit_changes_no_plan(seed: int) -> None:
-    """A step that explains tries each request again, whether or not anything has become free."""
+def test_skipping_requests_that_cannot_fit_changes_no_decision(seed: int) -> None:
+    """A step that explains tries each request again, even if nothing was freed."""
     plans = []
     for explain in (None, lambda reason: None):
         rng = random.Random(seed)
@@ -148,7 +148,7 @@ def test_a_sibling_is_considered_again_without_freed_blocks() -> None:
     assert [step(core).admitted for _ in range(3)] == [(0,), (), (1,)]
 
 
-def test_a_new_first_of_the_queue_is_considered_without_freed_blocks() -> None:
+def test_a_new_head_of_the_queue_is_considered_without_freed_blocks() -> None:
     core = scheduler(num_blocks=20, max_skips=0, order="fair")
     core.add(Request(20, 20, tenant="a"))
     core.add(Request(4, 40, tenant="b"))
@@ -171,7 +171,7 @@ def test_the_bounded_queue_refuses_and_changes_nothing() -> None:
     assert core.add(Request(3, 1)) == 1
 
 
-def test_finished_results_are_kept_up_to_a_bound() -> None:
+def test_finished_results_are_bounded() -> None:
     core = scheduler(max_finished=2)
     for _ in range(3):
         core.add(Request(3, 1))
@@ -201,7 +201,7 @@ def test_siblings_are_admissible_when_the_first_has_ended() -> None:
     assert step(core).seq_ids == (1,)
 
 
-def test_siblings_that_wait_are_not_overtaken_ones() -> None:
+def test_waiting_siblings_do_not_count_as_skipped() -> None:
     core = scheduler(max_skips=0, max_chunk_tokens=4)
     first = core.add(prompt(10))
     core.add(prompt(10, sibling_of=first))

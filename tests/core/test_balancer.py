@@ -1,4 +1,4 @@
-"""The balancer against a plain one that counts and searches, and what holds of every choice."""
+"""Balancer compared with a plain implementation, and properties of every choice."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lockstep.errors import ConfigError
 
 
 def chain(*names: int) -> tuple[bytes, ...]:
-    """Contents of a prompt: each stands for itself and all before it."""
+    """Contents of a prompt: each depends on all blocks before it."""
     return tuple(bytes(names[: end + 1]) for end in range(len(names)))
 
 
 class Plain:
-    """The same choices by lists and searches."""
+    """Plain implementation of the same choices with lists and searches."""
 
     def __init__(self, num_replicas: int, policy: RoutingPolicy, max_imbalance: int) -> None:
         self.policy, self.max_imbalance = policy, max_imbalance
@@ -68,10 +68,10 @@ class Plain:
     policy=st.sampled_from(RoutingPolicy),
     max_imbalance=st.integers(0, 5) | st.just(10**12),
 )
-def test_it_chooses_as_one_that_counts_and_searches(
+def test_choices_equal_those_of_a_plain_implementation(
     seed: int, num_replicas: int, policy: RoutingPolicy, max_imbalance: int
 ) -> None:
-    """Whatever is asked, ended, learned, withdrawn, lost, admitted again and taken over by another one meanwhile."""
+    """With any sequence of choices, ends, contents, withdrawals, losses, admissions and state transfers."""
     draw = random.Random(seed)
     ours, plain = Balancer(num_replicas, policy, max_imbalance), Plain(num_replicas, policy, max_imbalance)
     for step in range(80):
@@ -123,7 +123,7 @@ def test_it_chooses_as_one_that_counts_and_searches(
 def test_no_replica_starves_and_none_is_chosen_beyond_the_imbalance_limit(
     seed: int, num_replicas: int, policy: RoutingPolicy, max_imbalance: int
 ) -> None:
-    """However much everybody prefers the same replica."""
+    """Even if all requests prefer the same replica."""
     draw = random.Random(seed)
     balancer = Balancer(num_replicas, policy, max_imbalance)
     balancer.learn(draw.randrange(num_replicas), [(each, True) for each in chain(1, 1, 1)])
@@ -147,7 +147,7 @@ def test_no_replica_starves_and_none_is_chosen_beyond_the_imbalance_limit(
         assert min(loads) >= num_chosen // num_replicas - max_imbalance - 1
 
 
-def test_a_session_goes_where_it_was_until_that_has_too_much_to_do() -> None:
+def test_a_session_stays_on_its_replica_up_to_the_imbalance_limit() -> None:
     balancer = Balancer(3, RoutingPolicy.SESSION, max_imbalance=1)
     whos = [balancer.choose(session="s") for _ in range(3)]
     assert [each and (each.replica, each.why) for each in whos] == [
@@ -157,7 +157,7 @@ def test_a_session_goes_where_it_was_until_that_has_too_much_to_do() -> None:
     ]
 
 
-def test_one_that_drains_gets_nothing_and_its_sessions_go_elsewhere() -> None:
+def test_a_draining_replica_gets_no_requests_and_its_sessions_move() -> None:
     balancer = Balancer(2)
     first = balancer.choose(chain(1), "s")
     assert first is not None
@@ -172,8 +172,8 @@ def test_one_that_drains_gets_nothing_and_its_sessions_go_elsewhere() -> None:
     assert balancer.choose() == RoutingChoice(first.replica, Why.LOAD, 0)
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    """Contents by what replicas hold, sessions by a number."""
+def test_the_state_of_the_balancer_is_bounded() -> None:
+    """Contents are bounded by those of the replicas, sessions by a number."""
     balancer = Balancer(4)
     for number in range(MAX_SESSIONS + 10):
         choice = balancer.choose(session=f"s{number}")
@@ -189,6 +189,6 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(("num_replicas", "max_imbalance"), [(0, 4), (2, -1)])
-def test_what_cannot_be_is_refused(num_replicas: int, max_imbalance: int) -> None:
+def test_invalid_arguments_are_refused(num_replicas: int, max_imbalance: int) -> None:
     with pytest.raises(ConfigError):
         Balancer(num_replicas, max_imbalance=max_imbalance)

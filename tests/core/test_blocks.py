@@ -1,4 +1,4 @@
-"""The pools: nothing is handed out twice, nothing is lost, and the order is exact."""
+"""Block pools: no block is allocated twice or lost, and the order is exact."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def allocate(pool: BlockPool, count: int) -> tuple[int, ...]:
 
 
 def hashes_of(pool: BlockPool, blocks: Container[int]) -> list[bytes | None]:
-    """Hashes by block, where these blocks have one."""
+    """Hashes of blocks that have one."""
     return [b"hash" if block in blocks else None for block in range(pool.num_blocks + 1)]
 
 
 def test_free_order_is_unhashed_then_never_used_then_cached_deepest_first() -> None:
-    """Two prompts share three hashed blocks and have a partial one each; exact ids, and exact order of reuse."""
+    """Two prompts share three hashed blocks and have a partial one each; exact ids and exact order of reuse."""
     pool = BlockPool(10)
     first = allocate(pool, 4)
     assert first == (1, 2, 3, 4)
@@ -66,7 +66,7 @@ def test_a_failed_allocation_leaves_everything_untouched() -> None:
     pool.check({})
 
 
-def test_a_cached_block_can_be_held_again_from_the_middle() -> None:
+def test_a_cached_block_in_the_middle_of_the_free_list_can_be_held() -> None:
     pool = BlockPool(5)
     pool.release(allocate(pool, 5), hashes_of(pool, range(1, 6)), ())
     pool.take([3])
@@ -81,7 +81,8 @@ def test_releasing_a_block_without_a_holder_fails() -> None:
 
 
 def test_fuzz_100k_operations_keep_every_block_in_one_place() -> None:
-    """Seeded; 'prompts' over a vocabulary of two share prefixes, and each run frees all or a random fifth at times."""
+    """Random operations with a seed; prompts over a vocabulary of two share prefixes, and runs free all or a random
+    fifth."""
     seed = 20_260_101
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -136,7 +137,7 @@ def test_fuzz_100k_operations_keep_every_block_in_one_place() -> None:
     assert pool.num_available == 64
 
 
-def test_check_notices_what_does_not_add_up() -> None:
+def test_check_detects_inconsistent_counts() -> None:
     pool = BlockPool(2)
     blocks = allocate(pool, 1)
     with pytest.raises(AssertionError, match="total"):

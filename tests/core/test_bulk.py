@@ -1,4 +1,4 @@
-"""Prompts that become vectors give way to those that are answered with tokens, and always get their part."""
+"""Bulk prompts, which become vectors, give way to prompts of generations, and always get a share of each step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompt_tokens(plan: StepPlan, seq_ids: range) -> int:
 
 
 @pytest.mark.parametrize("num_tokens", [5, 500, 4000])
-def test_a_request_that_comes_after_a_thousand_bulk_ones_has_its_prompt_in_the_next_step(num_tokens: int) -> None:
+def test_a_request_after_a_thousand_bulk_ones_is_in_the_next_step(num_tokens: int) -> None:
     scheduling = core(max_num_queued_reqs=2000)
     for _ in range(1000):
         scheduling.add(bulk(num_tokens))
@@ -34,7 +34,7 @@ def test_a_request_that_comes_after_a_thousand_bulk_ones_has_its_prompt_in_the_n
     assert (chat, 0, 200) in rows(step(scheduling))
 
 
-def test_beside_prompts_without_end_bulk_ones_get_a_quarter_of_each_step() -> None:
+def test_bulk_prompts_get_a_quarter_of_each_step_under_constant_load() -> None:
     scheduling = core()
     bulks = range(8)
     for _ in bulks:
@@ -47,7 +47,7 @@ def test_beside_prompts_without_end_bulk_ones_get_a_quarter_of_each_step() -> No
         assert 126 <= prompt_tokens(plan, bulks) <= 128
 
 
-def test_what_others_leave_is_for_bulk_prompts() -> None:
+def test_bulk_prompts_get_the_remaining_budget() -> None:
     scheduling = core()
     for _ in range(3):
         scheduling.add(bulk(500))
@@ -55,7 +55,7 @@ def test_what_others_leave_is_for_bulk_prompts() -> None:
     assert rows(step(scheduling)) == [(3, 0, 20), (0, 0, 256), (1, 0, 236)]
 
 
-def test_alone_bulk_requests_are_planned_as_any_others() -> None:
+def test_bulk_requests_alone_are_planned_like_others() -> None:
     columns = []
     for is_bulk in (False, True):
         scheduling = core()
@@ -65,16 +65,16 @@ def test_alone_bulk_requests_are_planned_as_any_others() -> None:
     assert columns[0] == columns[1]
 
 
-def test_without_chunks_the_first_to_come_is_the_first_to_be_served() -> None:
-    """A quarter of a step may be too little for a whole prompt, which then would wait for as long as others come."""
+def test_without_chunking_bulk_requests_are_served_in_order_of_arrival() -> None:
+    """A quarter of a step may be too small for a whole prompt, which would then wait as long as others arrive."""
     scheduling = core(chunking=False)
     scheduling.add(bulk(500))
     scheduling.add(Request(500, 1))
     assert rows(step(scheduling)) == [(0, 0, 500)]
 
 
-def test_a_bulk_request_gets_its_blocks_though_others_go_on_coming() -> None:
-    """It needs half of the pool; whoever is answered beside it takes a quarter at a time."""
+def test_a_bulk_request_gets_its_blocks_under_constant_load() -> None:
+    """It needs half of the pool; each concurrent request takes a quarter."""
     scheduling = core(num_blocks=16, block_size=16, max_model_len=256, max_skips=4)
     others = [scheduling.add(Request(60, 60)) for _ in range(4)]
     waits = scheduling.add(bulk(128))

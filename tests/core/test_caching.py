@@ -1,4 +1,4 @@
-"""The prefix cache as requests see it."""
+"""Prefix cache from the view of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def free_order(core: Scheduler) -> tuple[int, ...]:
 
 
 def test_a_second_request_shares_the_full_blocks() -> None:
-    """55 tokens in blocks of 16: three full ones are shared while both run, one partial block each."""
+    """55 tokens in blocks of 16: three full blocks are shared while both run, and each has one partial block."""
     core = scheduler(block_size=16)
     tokens = list(range(55))
     core.add(prompt(tokens, block_size=16))
@@ -42,7 +42,7 @@ def test_a_hit_leaves_at_least_one_token_to_compute(length: int, cached: int) ->
 
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (6, 4), (8, 4), (9, 8), (1, 0)])
-def test_a_hit_leaves_one_token_where_it_may_be_computed_alone(length: int, cached: int) -> None:
+def test_a_hit_leaves_one_token_if_kernels_are_equal(length: int, cached: int) -> None:
     core = scheduler()
     for _ in range(2):
         core.add(prompt(length, 1))
@@ -50,7 +50,7 @@ def test_a_hit_leaves_one_token_where_it_may_be_computed_alone(length: int, cach
     assert core.drain_finished()[-1].num_cached_tokens == cached
 
 
-def test_a_one_token_prompt_is_shared_where_it_is_like_any_other() -> None:
+def test_a_one_token_remainder_is_shared_if_kernels_are_equal() -> None:
     core = scheduler(block_size=1, max_chunk_tokens=3)
     core.add(prompt(1, 1, block_size=1))
     run(core)
@@ -69,7 +69,7 @@ def test_a_prompt_of_one_token_is_shared() -> None:
     assert rows(step(core)) == [(2, 4, 1)]
 
 
-def test_nothing_is_published_before_it_is_computed() -> None:
+def test_blocks_are_published_after_they_are_computed() -> None:
     core = scheduler(max_chunk_tokens=4)
     core.add(prompt(12))
     core.add(prompt(12))
@@ -88,7 +88,7 @@ def test_a_step_that_fails_publishes_nothing() -> None:
 
 
 def test_generated_tokens_and_partial_blocks_are_not_cached() -> None:
-    """A chat turn: what was prompt is hit, what was the reply is computed as a prompt, and is hit from then on."""
+    """In a chat, the previous prompt is a hit; the reply is computed as a prompt once, and is a hit afterwards."""
     core = scheduler()
     core.add(prompt([1] * 10, 14))
     run(core)
@@ -101,12 +101,12 @@ def test_generated_tokens_and_partial_blocks_are_not_cached() -> None:
 
 
 def named(tokens: list[int], num_prompt: int, block_size: int = 4) -> tuple[bytes, ...]:
-    """Hashes of the full blocks behind a prompt's, as `drive.prompt` makes those."""
+    """Hashes of the full blocks after a prompt's, as `drive.prompt` computes them."""
     return block_hashes(b"test", tokens, block_size)[num_prompt // block_size :]
 
 
 def test_a_named_answer_is_hit_by_the_next_turn() -> None:
-    """A prompt of 10 and 14 answered tokens, the last of them without KV: five full blocks."""
+    """A prompt of 10 and an answer of 14 tokens, the last without KV: five full blocks."""
     core = scheduler()
     turn = [1] * 10 + [2] * 14
     core.add(prompt(turn[:10], 14))
@@ -122,7 +122,7 @@ def test_a_named_answer_is_hit_by_the_next_turn() -> None:
 
 
 def test_an_answer_is_named_up_to_the_blocks_that_are_computed_when_it_ends() -> None:
-    """A client that leaves: 5 of its tokens are known, 4 of them computed; more hashes than that mean nothing yet."""
+    """When the client disconnects, 5 tokens are known and 4 computed; further hashes are ignored."""
     core = scheduler()
     turn = [1] * 4 + [2] * 12
     core.add(prompt(turn[:4], 12))
@@ -135,7 +135,7 @@ def test_an_answer_is_named_up_to_the_blocks_that_are_computed_when_it_ends() ->
     assert core.cached_blocks(block_hashes(b"test", turn, 4)) == (1, 2, None, None)
 
 
-def test_a_preempted_sequence_that_ends_leaves_what_it_has_on_the_device() -> None:
+def test_the_device_blocks_of_an_ended_preempted_sequence_stay_cached() -> None:
     core = scheduler(num_blocks=6)
     core.add(prompt([1] * 8, 12))
     core.add(prompt([2] * 8, 12))
@@ -153,8 +153,8 @@ def test_a_preempted_sequence_that_ends_leaves_what_it_has_on_the_device() -> No
 @pytest.mark.parametrize(
     ("limits", "has_hashes"), [({"enable_prefix_caching": False}, True), ({}, False)], ids=["nothing", "no hashes"]
 )
-def test_a_name_that_nothing_follows_from_changes_nothing(limits: dict[str, bool], has_hashes: bool) -> None:
-    """Nothing is published; or the prompt came without hashes, so that a chain would have a hole."""
+def test_naming_an_answer_without_hashes_or_caching_has_no_effect(limits: dict[str, bool], has_hashes: bool) -> None:
+    """Nothing is published; a prompt without hashes would leave a gap in the chain."""
     core = scheduler(**limits)
     core.add(replace(prompt(8, 9), block_hashes=prompt(8).block_hashes if has_hashes else ()))
     for _ in range(9):
@@ -166,7 +166,7 @@ def test_a_name_that_nothing_follows_from_changes_nothing(limits: dict[str, bool
     assert core.stats().num_cached_blocks == 0
 
 
-def test_ten_turns_compute_only_what_is_new() -> None:
+def test_ten_turns_compute_only_new_tokens() -> None:
     core = scheduler()
     tokens: list[int] = []
     for turn in range(10):
@@ -175,7 +175,7 @@ def test_ten_turns_compute_only_what_is_new() -> None:
         assert rows(step(core)) == [(turn, 0 if turn == 0 else 8 * turn, 8)]
 
 
-def test_two_sequences_that_compute_the_same_prompt_share_nothing_and_lose_nothing() -> None:
+def test_concurrent_equal_prompts_share_nothing_and_lose_nothing() -> None:
     core = scheduler()
     core.add(prompt(10, 3))
     core.add(prompt(10, 5))
@@ -187,7 +187,7 @@ def test_two_sequences_that_compute_the_same_prompt_share_nothing_and_lose_nothi
     assert step(core).tables[0][:2] == (1, 2)
 
 
-def test_hits_on_idle_blocks_count_and_hits_on_held_ones_are_free() -> None:
+def test_hits_on_idle_blocks_need_capacity_and_hits_on_held_ones_do_not() -> None:
     core = scheduler(num_blocks=6, admission="reserve")
     core.add(prompt(10, 10))
     step(core)
@@ -268,7 +268,7 @@ def test_caching_can_be_off() -> None:
     assert core.stats().num_cached_blocks == 0
 
 
-def test_reset_forgets_all_and_takes_nothing_from_those_who_run() -> None:
+def test_reset_clears_the_cache_and_not_the_blocks_of_running_sequences() -> None:
     core = scheduler()
     core.add(prompt([1] * 10, 1))
     core.add(prompt([2] * 10, 9))
@@ -304,7 +304,7 @@ def test_pinned_prompts_are_evicted_last_and_sweeping_frees_them() -> None:
     assert core.sweep(block_hashes(b"never seen", [0] * 4, 4)) == ()
 
 
-def test_sweeping_leaves_what_others_hold_or_pin() -> None:
+def test_sweeping_keeps_blocks_that_are_held_or_pinned() -> None:
     core = scheduler(num_blocks=6)
     session = prompt([1] * 9, 5)
     core.add(session)
@@ -317,7 +317,7 @@ def test_sweeping_leaves_what_others_hold_or_pin() -> None:
     assert core.sweep(session.block_hashes) == (2, 1)
 
 
-def test_a_chain_that_comes_back_is_hit_as_if_it_had_been_computed() -> None:
+def test_a_restored_chain_is_hit_like_a_computed_one() -> None:
     core = scheduler(num_blocks=6)
     request = prompt([1] * 17, 1)
     assert core.fill(request.block_hashes[:3]) == ((0, 1), (1, 2), (2, 3))
@@ -327,8 +327,8 @@ def test_a_chain_that_comes_back_is_hit_as_if_it_had_been_computed() -> None:
     assert core.drain_finished()[-1].num_cached_tokens == 12
 
 
-def test_a_chain_that_comes_back_evicts_others_first_and_never_itself() -> None:
-    """Six blocks: two of the chain, two of another prompt, the one pinned, the other not; two are free."""
+def test_a_restored_chain_evicts_others_first_and_never_itself() -> None:
+    """Six blocks: two of the chain, two each of a pinned and an unpinned prompt."""
     core = scheduler(num_blocks=6)
     chain = prompt([1] * 24, 1).block_hashes
     core.add(prompt([1] * 8, 1))
@@ -364,8 +364,8 @@ def test_fill_uses_only_blocks_without_a_holder() -> None:
     core.check()
 
 
-def test_a_run_of_repeated_steps_goes_on_when_a_chain_comes_back() -> None:
-    """The next plan is the same as without it, but for the eviction."""
+def test_a_run_of_repeated_steps_continues_when_a_chain_is_restored() -> None:
+    """The next plan is the same as without it, except for the eviction."""
     plans = []
     for is_filled in (False, True):
         core = scheduler(num_blocks=4)

@@ -1,4 +1,4 @@
-"""A listener hears every command that may have an effect, and nothing else."""
+"""A listener gets every command that may have an effect, and no others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.drive import commit, config, prompt, step
 
 
 class Heard:
-    """Writes down what it is told."""
+    """A listener that records its calls."""
 
     def __init__(self) -> None:
         self.all: list[tuple[Any, ...]] = []
@@ -95,7 +95,7 @@ def test_rejected_and_empty_commands_are_not_reported() -> None:
 
 
 def test_a_request_is_reported_with_its_hashes_when_caching_is_off() -> None:
-    """So that what was recorded without a cache can be replayed with one."""
+    """A recording without a cache can therefore be replayed with one."""
     heard = Heard()
     core = Scheduler(config(enable_prefix_caching=False), heard)
     request = prompt(list(range(9)))

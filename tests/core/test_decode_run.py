@@ -1,4 +1,4 @@
-"""Repeating steps are counted, and that changes nothing but the time they take."""
+"""Repeating steps are counted, which changes only the time that they take."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.core.drive import answer, commit, config, needs_interpreted, prompt, 
 
 
 def row_by_row(reason: Reason) -> None:
-    """Explain nothing; a step that is asked for reasons is planned row by row."""
+    """Request reasons and ignore them, so that steps are planned row by row."""
 
 
 def drive(core: Scheduler, seed: int, explain: Explain | None = None) -> list[tuple[StepPlan, StepEvents]]:
-    """Arrivals, aborts, stops, forced tokens and failures at random times, with long quiet stretches between."""
+    """Run with random arrivals, aborts, stops, jump-forward tokens and failures, and with long quiet stretches."""
     rng = random.Random(seed)
     seen = []
     ids: list[int] = []
@@ -48,7 +48,7 @@ def drive(core: Scheduler, seed: int, explain: Explain | None = None) -> list[tu
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("order", ["fcfs", "fair"])
-def test_counted_steps_are_the_planned_ones(seed: int, order: str) -> None:
+def test_counted_steps_equal_planned_ones(seed: int, order: str) -> None:
     rng = random.Random(seed)
     width = rng.choice([None, 3, 5])
     limits = config(
@@ -61,7 +61,7 @@ def test_counted_steps_are_the_planned_ones(seed: int, order: str) -> None:
 
 
 def test_quiet_steps_can_be_skipped_at_once() -> None:
-    """Ten lengths of skips end in the same plan, the same views and the same fingerprint as single steps."""
+    """Ten lengths of skips give the same plan, views and fingerprint as single steps."""
     for most in range(1, 11):
         one, other = scheduler(block_size=16), scheduler(block_size=16)
         prints = Fingerprint(), Fingerprint()
@@ -87,7 +87,7 @@ def test_quiet_steps_can_be_skipped_at_once() -> None:
         assert prints[0].hexdigest() == prints[1].hexdigest()
 
 
-def test_no_step_is_quiet_while_something_may_be_decided() -> None:
+def test_no_step_is_quiet_if_a_decision_is_possible() -> None:
     core = scheduler(block_size=16, max_num_seqs=2)
     assert core.num_quiet_steps() == 0
     core.add(Request(5, 40))
@@ -115,7 +115,7 @@ def test_no_step_is_quiet_while_something_may_be_decided() -> None:
     assert quiet < 16
 
 
-def test_turns_go_on_from_where_the_run_ended() -> None:
+def test_turns_continue_after_a_run() -> None:
     core = scheduler(max_num_seqs=3, max_num_decode_seqs=2)
     core.add(Request(2, 40))
     core.add(Request(2, 40))
@@ -126,7 +126,7 @@ def test_turns_go_on_from_where_the_run_ended() -> None:
     assert step(core).seq_ids == (0, 2), "its turn is before those who sampled when it came"
 
 
-def test_stats_do_not_wait_for_the_sequences_to_know() -> None:
+def test_stats_are_current_during_a_run() -> None:
     core = scheduler()
     core.add(Request(5, 40))
     for expected in range(1, 12):
@@ -137,8 +137,8 @@ def test_stats_do_not_wait_for_the_sequences_to_know() -> None:
     assert (view.num_known, view.num_computed) == (16, 15)
 
 
-def test_a_run_ends_where_the_pool_does() -> None:
-    """Growth that no free block can serve is a decision: it is planned."""
+def test_a_run_ends_when_the_pool_is_full() -> None:
+    """Growth that no free block can serve is a decision, so it is planned."""
     core = scheduler(num_blocks=8, block_size=8)
     core.add(Request(20, 40))
     core.add(Request(20, 40))
@@ -149,7 +149,8 @@ def test_a_run_ends_where_the_pool_does() -> None:
 
 @needs_interpreted
 def test_a_run_begins_after_the_step_that_ended_a_sequence() -> None:
-    """Who is left repeats at once, and again when the next one ends at its limit or before; nothing is planned anew."""
+    """The remaining sequences repeat at once, and again after the next one ends at or before its limit; nothing is
+    planned."""
     core, planned = scheduler(block_size=16), scheduler(block_size=16)
     planner = core._planner
     num_planned = 0
@@ -177,8 +178,8 @@ def test_a_run_begins_after_the_step_that_ended_a_sequence() -> None:
     assert num_planned == 1, "the first step"
 
 
-def test_growth_that_evicts_is_not_repeated_from() -> None:
-    """A step that gives up cached content is a record of its own: the next one is no repeat of it."""
+def test_a_step_that_evicts_is_not_repeated() -> None:
+    """A step that evicts cached content has a separate record; the next step does not repeat it."""
     core, seen = scheduler(block_size=16, num_blocks=6), Fingerprint()
     core.add(prompt(40, 1, block_size=16))
     plan = core.schedule()

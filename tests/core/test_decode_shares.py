@@ -1,4 +1,4 @@
-"""Shares of decoding: bounded waits, proportional tokens, and no change where all running sequences fit."""
+"""Shares of decoding: bounded waits, proportional tokens, and no change if all running sequences fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sampled(plan: StepPlan) -> list[int]:
 
 
 def tokens_of(core: Scheduler, num_steps: int) -> list[int]:
-    """Tokens that each sequence got within so many steps."""
+    """Tokens that each sequence got within a number of steps."""
     counts = [0] * core.num_unfinished
     for _ in range(num_steps):
         for seq_id in sampled(step(core)):
@@ -34,7 +34,7 @@ def tokens_of(core: Scheduler, num_steps: int) -> list[int]:
 
 
 def running(priorities: list[int], width: int, **limits: Any) -> Scheduler:
-    """Endless requests, all admitted in the first step."""
+    """Endless requests that are all admitted in the first step."""
     core = scheduler(
         block_size=64,
         num_blocks=32 * len(priorities),
@@ -63,8 +63,8 @@ def test_tokens_are_shared_by_the_weights_of_priorities(high: int, low: int, rat
         assert max(group) - min(group) <= 1
 
 
-def test_a_sequence_whose_share_is_more_than_a_token_a_step_samples_in_every_step() -> None:
-    """One critical beside seven low requests has 8 of 15 parts of two places."""
+def test_a_sequence_with_a_share_above_one_token_samples_in_every_step() -> None:
+    """One critical and seven low requests: the critical one has 8 of 15 shares of two places."""
     counts = tokens_of(running([-2] + [1] * 7, 2), 701)
     assert counts[0] >= 695
     assert max(counts[1:]) - min(counts[1:]) <= 1
@@ -81,8 +81,8 @@ def test_oldest_first_leaves_the_youngest_waiting_whatever_its_priority() -> Non
     assert tokens_of(core, 60) == [60, 60, 0]
 
 
-def test_steps_in_which_all_fit_give_no_claim() -> None:
-    """After 100 steps together, critical and low share the one place as if both had just come."""
+def test_steps_in_which_all_fit_do_not_change_shares() -> None:
+    """After 100 common steps, critical and low share the single place as if both were new."""
     core = scheduler(max_num_seqs=3, max_num_decode_seqs=2)
     core.add(Request(4, 900, priority=-2))
     core.add(Request(4, 900, priority=1))
@@ -94,8 +94,8 @@ def test_steps_in_which_all_fit_give_no_claim() -> None:
     assert any(low[10:19])
 
 
-def test_a_claim_is_at_most_a_token_of_the_lowest_weight() -> None:
-    """A critical request that could have had more than a token a step for 500 steps shares evenly with a second one."""
+def test_a_claim_is_limited_to_one_token_of_the_lowest_weight() -> None:
+    """A critical request that was limited to a token per step for 500 steps shares evenly with a second one."""
     core = scheduler(block_size=64, max_num_seqs=4, max_num_decode_seqs=2)
     for priority in (-2, 1, 1):
         core.add(Request(4, 1900, priority=priority))
@@ -111,7 +111,7 @@ def test_a_claim_is_at_most_a_token_of_the_lowest_weight() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_decoding_sequence_is_far_from_the_clock(seed: int) -> None:
-    """Also where a long forced segment lacks budget and shorter ones behind it do not."""
+    """Also if a long jump-forward segment lacks budget and shorter ones behind it do not."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     core = scheduler(max_num_seqs=6, max_num_decode_seqs=4, max_num_batched_tokens=12, max_forced_tokens=8)
@@ -156,14 +156,14 @@ class Waits:
             del self.since[seq_id]
 
     def bound(self, rounds: int) -> int:
-        """That of the documentation: a place of a step is kept for a prompt."""
+        """Documented bound: one place of a step is reserved for a prompt."""
         limits = self.core.config
         return -(-rounds * limits.max_num_seqs // min(limits.decode_limit, max(1, limits.step_limit - 1)))
 
 
 @st.composite
 def loads(draw: st.DrawFn) -> tuple[SchedulerConfig, list[list[Request]]]:
-    """Few places, and requests of any priority, length and number that come while others run."""
+    """Few places, and requests of any priority, length and number that arrive while others run."""
     num_seqs = draw(st.integers(2, 9))
     limits = config(
         num_blocks=5000,
@@ -200,7 +200,7 @@ def test_no_running_sequence_waits_longer_than_the_documented_bound(load: tuple[
 
 
 def stream(core: Scheduler, num_steps: int, **more: Any) -> Iterator[StepPlan]:
-    """A step after each of which two short requests come."""
+    """Step after which two short requests arrive."""
     for _ in range(num_steps):
         core.add(Request(4, 1, **more))
         core.add(Request(4, 1, **more))
@@ -208,7 +208,7 @@ def stream(core: Scheduler, num_steps: int, **more: Any) -> Iterator[StepPlan]:
 
 
 @pytest.mark.parametrize("max_chunk_tokens", [3, 256])
-def test_newcomers_of_a_higher_priority_do_not_starve_a_running_sequence(max_chunk_tokens: int) -> None:
+def test_new_sequences_of_a_higher_priority_do_not_starve_a_running_one(max_chunk_tokens: int) -> None:
     core = scheduler(
         max_num_seqs=8, max_num_decode_seqs=2, order="priority", max_chunk_tokens=max_chunk_tokens, num_blocks=4000
     )
@@ -219,8 +219,8 @@ def test_newcomers_of_a_higher_priority_do_not_starve_a_running_sequence(max_chu
     assert max(after - before for before, after in zip([0, *got], [*got, 300], strict=True)) <= 17 * 8 // 2
 
 
-def test_a_newcomer_samples_within_a_round() -> None:
-    """Behind those that wait, before those that sampled when it came."""
+def test_a_new_sequence_samples_within_one_round() -> None:
+    """After sequences that already wait, before those that sampled at its arrival."""
     core = scheduler(max_num_seqs=7, max_num_decode_seqs=3)
     for _ in range(6):
         core.add(Request(4, 500))
@@ -233,8 +233,8 @@ def test_a_newcomer_samples_within_a_round() -> None:
     assert any(6 in plan for plan in plans)
 
 
-def test_a_preempted_sequence_comes_back_to_its_share() -> None:
-    """Neither what it missed nor what others got meanwhile counts."""
+def test_a_resumed_sequence_has_its_share_again() -> None:
+    """Neither its missed tokens nor those of others in the meantime count."""
     core = scheduler(num_blocks=24, max_num_seqs=4, max_num_decode_seqs=2, num_host_blocks=24)
     for _ in range(3):
         core.add(Request(8, 60))
@@ -248,7 +248,7 @@ def test_a_preempted_sequence_comes_back_to_its_share() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_where_all_fit_every_order_decides_the_same(seed: int) -> None:
+def test_all_orders_decide_equally_if_all_sequences_fit(seed: int) -> None:
     print(f"seed {seed}")
     prints = set()
     for decode_order in ("weighted", "priority", "oldest"):

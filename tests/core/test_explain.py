@@ -1,4 +1,4 @@
-"""The planner says why somebody has no part in a step, to who asks; asking decides nothing."""
+"""The planner reports the reasons of sequences without a part in the step on request; reasons change no decision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.core.drive import answer, commit, config, prompt, scheduler, step
 
 
 def told(core: Scheduler) -> list[Reason]:
-    """What the next step says, which is committed."""
+    """Reasons of the next step, which is committed."""
     reasons: list[Reason] = []
     commit(core, core.schedule(reasons.append))
     return reasons
@@ -82,7 +82,7 @@ def test_a_blocked_queue_reports_its_reason_at_every_step() -> None:
 
 
 class Random:
-    """Requests that come, end, fail and are ended, on small pools."""
+    """Requests that arrive, end, fail and are aborted, in small pools."""
 
     def __init__(self, core: Scheduler, seed: int) -> None:
         self.core = core

@@ -1,4 +1,4 @@
-"""Commands while a step is under way, and steps that fail: nothing leaks, nothing doubtful is trusted."""
+"""Commands during a step, and failing steps: nothing leaks, and no uncertain block is used."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_prompt_blocks_of_an_aborted_sequence_stay_cached() -> None:
     assert rows(step(core)) == [(1, 8, 2)]
 
 
-def test_one_that_is_not_in_the_step_under_way_ends_at_once() -> None:
+def test_a_sequence_outside_of_the_current_step_ends_at_once() -> None:
     core = scheduler(max_num_seqs=1)
     core.add(Request(4, 5))
     core.add(Request(4, 5))
@@ -68,7 +68,7 @@ def test_one_that_is_not_in_the_step_under_way_ends_at_once() -> None:
     assert commit(core, plan).finished == ()
 
 
-def test_a_failed_step_withdraws_its_blocks_and_may_be_tried_again() -> None:
+def test_a_failed_step_withdraws_its_blocks_and_can_be_repeated() -> None:
     core = scheduler(num_blocks=10)
     core.add(Request(4, 9))
     core.add(Request(9, 9))
@@ -103,7 +103,7 @@ def test_an_abort_while_a_step_fails_still_counts() -> None:
     assert core.drain_finished()[0].reason is FinishReason.DEADLINE
 
 
-def test_what_a_failed_step_moved_is_recomputed() -> None:
+def test_blocks_moved_by_a_failed_step_are_recomputed() -> None:
     core = scheduler(num_blocks=6, num_host_blocks=6)
     for _ in range(3):
         core.add(Request(8, 3))
@@ -120,7 +120,7 @@ def test_what_a_failed_step_moved_is_recomputed() -> None:
     assert (plan.resumed, rows(plan)) == ((2,), [(2, 0, 9)])
 
 
-def test_what_a_failed_step_brought_back_is_recomputed() -> None:
+def test_blocks_swapped_in_by_a_failed_step_are_recomputed() -> None:
     core = scheduler(num_blocks=6, num_host_blocks=6)
     for _ in range(3):
         core.add(Request(8, 3))
@@ -136,7 +136,7 @@ def test_what_a_failed_step_brought_back_is_recomputed() -> None:
     assert rows(step(core)) == [(2, 0, 9)], "the answer too"
 
 
-def test_one_that_comes_back_and_is_ended_in_the_same_step_leaks_nothing() -> None:
+def test_a_sequence_that_is_resumed_and_aborted_in_one_step_leaks_nothing() -> None:
     core = scheduler(num_blocks=6, num_host_blocks=6)
     for _ in range(3):
         core.add(Request(8, 3))
@@ -151,7 +151,7 @@ def test_one_that_comes_back_and_is_ended_in_the_same_step_leaks_nothing() -> No
     assert core.stats().num_free_host_blocks == 6
 
 
-def test_plans_are_answered_in_order() -> None:
+def test_results_must_follow_the_order_of_plans() -> None:
     core = scheduler()
     core.add(Request(4, 9))
     plan = core.schedule()
@@ -164,7 +164,7 @@ def test_plans_are_answered_in_order() -> None:
         core.fail(plan)
 
 
-def test_one_that_fills_the_whole_pool_comes_back_without_a_spare_block() -> None:
+def test_a_sequence_that_fills_the_pool_resumes_without_a_spare_block() -> None:
     core = scheduler(num_blocks=2)
     core.add(Request(5, 4))
     step(core)

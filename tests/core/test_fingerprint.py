@@ -1,4 +1,4 @@
-"""Same decisions, same sixteen digits; any other decision, others."""
+"""Equal decisions give equal fingerprints; any different decision gives another one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chain(*records: bytes) -> str:
 
 
 def test_records_byte_by_byte() -> None:
-    """The documented encoding, by hand."""
+    """The documented encoding, derived by hand."""
     seen = Fingerprint()
     assert seen.hexdigest() == chain() == "ed1963f342ef1bdc"
     assert seen.observe(FIRST, events_of(FIRST)) is None
@@ -82,7 +82,7 @@ def test_moves_and_failures_byte_by_byte() -> None:
     assert seen.hexdigest() == chain(failed, bytes([1, *[0] * 8, 1, 0, 1, 0, 5, 0, 1, 4, 0, 0, 0]))
 
 
-def test_reading_closes_nothing() -> None:
+def test_reading_a_fingerprint_does_not_change_it() -> None:
     read, unread = Fingerprint(), Fingerprint()
     plans = [FIRST, SECOND, *(plan_of(n, (7, n + 4, 1, (1, 2), True)) for n in range(2, 9))]
     for plan in plans:
@@ -94,8 +94,8 @@ def test_reading_closes_nothing() -> None:
 
 @given(st.lists(st.integers(0, 1 << 40)))
 @example([0, 127, 128, 16_383, 16_384, NUM_CODES - 1, NUM_CODES, NUM_CODES])
-def test_numbers_are_seven_bits_a_byte_lowest_first(numbers: list[int]) -> None:
-    """Remembered or not, and again when they are."""
+def test_numbers_are_encoded_as_varints(numbers: list[int]) -> None:
+    """With a cold and a warm cache of encodings."""
     for _ in range(2):
         read, value, shift = [], 0, 0
         for byte in leb128(numbers):
@@ -146,15 +146,15 @@ def fingerprint_of(*plans: StepPlan) -> str:
     return seen.hexdigest()
 
 
-def test_every_difference_shows_and_no_two_are_alike() -> None:
-    """Also when the step before was plain, so that the repeat had been possible."""
+def test_every_difference_changes_the_fingerprint_differently() -> None:
+    """Also if the previous step was plain, so that the step could have been a repeat."""
     for begin in ((FIRST, SECOND), (plan_of(1, (7, 5, 1, (1, 2), True), (300, 5, 1, (3, 4), True)),)):
         prints = {name: fingerprint_of(*begin, twin) for name, twin in TWINS.items()}
         prints["the same"] = fingerprint_of(*begin, THIRD)
         assert len(set(prints.values())) == len(TWINS) + 1
 
 
-def test_endings_token_counts_and_failures_show() -> None:
+def test_ends_token_counts_and_failures_change_the_fingerprint() -> None:
     prints = set()
     for events in (
         events_of(THIRD),
@@ -176,7 +176,7 @@ def test_endings_token_counts_and_failures_show() -> None:
     assert len(prints | {seen.hexdigest()}) == 7
 
 
-def test_one_that_ended_is_not_gone_and_one_that_was_ended_is() -> None:
+def test_a_finished_sequence_and_an_aborted_one_give_different_records() -> None:
     last = plan_of(3, (7, 7, 1, (1, 2), True))
     ended, aborted = Fingerprint(), Fingerprint()
     for seen, events in (
@@ -189,7 +189,7 @@ def test_one_that_ended_is_not_gone_and_one_that_was_ended_is() -> None:
     assert aborted.close() == bytes([1, *[0] * 7, 1, 0xAC, 2, 0, 0, 0, 0])
 
 
-def test_steady_decoding_is_one_record_however_long() -> None:
+def test_steady_decoding_is_one_record() -> None:
     core = scheduler(block_size=64)
     core.add(Request(5, 50))
     seen = Fingerprint()
@@ -212,7 +212,7 @@ def test_only_a_plain_step_repeats() -> None:
 
 
 def test_the_state_before_the_next_record_follows_repeats() -> None:
-    """Observed or skipped, repeats move the step before; its record says how many there were."""
+    """Observed or skipped repeats update the previous step; its record has their number."""
     seen = Fingerprint()
     assert (seen.step_before, seen.num_open_steps, seen.open_record) == (None, 0, None)
     seen.observe(FIRST, events_of(FIRST))
@@ -233,8 +233,8 @@ def test_the_state_before_the_next_record_follows_repeats() -> None:
     assert seen.chain.hex() == seen.hexdigest()
 
 
-def test_the_open_record_can_be_seen() -> None:
-    """Whoever goes on from a recording asks what its next record is told against."""
+def test_the_open_record_can_be_read() -> None:
+    """A reader of a recording needs the state that its next record refers to."""
     seen = Fingerprint()
     assert (seen.open_record, seen.num_open_steps, seen.step_before, seen.ended_before) == (None, 0, None, set())
     before = seen.chain

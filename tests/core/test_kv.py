@@ -1,4 +1,4 @@
-"""Who holds which blocks, and what a step must move for that, one rule at a time."""
+"""Blocks of sequences, and the moves of a step, one rule at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def kv_of(**limits: Any) -> KVCache:
 
 
 def holder(kv: KVCache, seq_id: int, tokens: int, computed: int | None = None) -> Sequence:
-    """A sequence that holds blocks for its prompt and has computed it, or as much as it says."""
+    """A sequence with blocks for its prompt, computed completely or in part."""
     seq = Sequence(seq_id, prompt([seq_id] * tokens), 8, 0)
     assert kv.hold(seq, (), tokens)
     seq.num_computed = tokens if computed is None else computed
     return seq
 
 
-def test_a_tail_moves_to_the_host_and_comes_back_into_other_blocks() -> None:
+def test_a_tail_moves_to_the_host_and_back_to_other_blocks() -> None:
     kv = kv_of(num_blocks=4, num_host_blocks=3)
     seq = holder(kv, 1, 16)
     kv.take_tail(seq, 2)
@@ -39,7 +39,8 @@ def test_a_tail_moves_to_the_host_and_comes_back_into_other_blocks() -> None:
 
 
 def test_a_host_block_that_a_plan_reads_is_not_written_by_the_same_plan() -> None:
-    """One comes back, and in the same step another is robbed while the host is full but for what the first leaves."""
+    """One sequence resumes, and in the same step another loses blocks while the host is full except for those of the
+    first."""
     kv = kv_of(num_blocks=6, num_host_blocks=2)
     back, robbed = holder(kv, 1, 8), holder(kv, 2, 16)
     kv.take_tail(back, 2)
@@ -53,7 +54,7 @@ def test_a_host_block_that_a_plan_reads_is_not_written_by_the_same_plan() -> Non
     assert robbed.num_computed == 12, "there was no room: recomputed"
 
 
-def test_what_is_dropped_again_in_the_same_step_is_not_copied() -> None:
+def test_blocks_dropped_in_the_same_step_are_not_copied() -> None:
     kv = kv_of(num_blocks=4, num_host_blocks=1)
     seq = holder(kv, 1, 16)
     kv.take_tail(seq, 1)
@@ -66,7 +67,7 @@ def test_what_is_dropped_again_in_the_same_step_is_not_copied() -> None:
     kv.check([])
 
 
-def test_blocks_that_hold_nothing_yet_are_not_moved() -> None:
+def test_empty_blocks_are_not_moved() -> None:
     kv = kv_of(num_blocks=4, num_host_blocks=4)
     seq = holder(kv, 1, 16, computed=6)
     kv.take_tail(seq, 1)
@@ -74,8 +75,8 @@ def test_blocks_that_hold_nothing_yet_are_not_moved() -> None:
     assert kv.take_moves().swap_out == ()
 
 
-def test_only_what_continues_at_a_block_border_is_hit() -> None:
-    """A sequence that stopped inside a block computes on from there, whatever others have cached."""
+def test_hits_start_only_at_block_borders() -> None:
+    """A sequence that stopped inside a block computes from there, independent of cached blocks."""
     kv = kv_of(num_blocks=20)
     first, second = holder(kv, 1, 16), holder(kv, 1, 16, computed=6)
     kv.publish(first, 16)
@@ -85,7 +86,7 @@ def test_only_what_continues_at_a_block_border_is_hit() -> None:
     assert kv.hits(second) == (3,)
 
 
-def test_shared_blocks_are_released_where_they_are_and_what_follows_is_dropped() -> None:
+def test_shared_blocks_stay_in_place_and_later_ones_are_dropped() -> None:
     kv = kv_of(num_blocks=9, num_host_blocks=9)
     first = holder(kv, 1, 12)
     kv.publish(first, 12)
@@ -98,7 +99,7 @@ def test_shared_blocks_are_released_where_they_are_and_what_follows_is_dropped()
     kv.check([first, second])
 
 
-def test_recompute_has_no_host() -> None:
+def test_preemption_by_recompute_does_not_use_the_host() -> None:
     kv = kv_of(num_blocks=4, num_host_blocks=9, preemption="recompute")
     seq = holder(kv, 1, 16)
     kv.take_tail(seq, 1)
@@ -129,11 +130,11 @@ def test_blocks_are_taken_from_tails_and_accumulated() -> None:
     ]
 
 
-def test_one_whose_blocks_are_all_shared_is_skipped_if_others_suffice() -> None:
+def test_a_victim_with_only_shared_blocks_is_skipped_if_others_suffice() -> None:
     assert tails([(1, 2), (1, 2, 3), (4, 5)], 2) == [0, 1, 1]
 
 
-def test_shared_blocks_are_released_when_there_is_no_other_way() -> None:
+def test_shared_blocks_are_released_if_no_others_suffice() -> None:
     assert tails([(1, 2), (1, 2, 3)], 2) == [2, 2]
     assert tails([(1, 2), (1, 2, 3)], 3) == [2, 3]
     assert tails([(1, 2), (1, 2, 3)], 4) is None

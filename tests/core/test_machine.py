@@ -1,4 +1,4 @@
-"""Any order of commands, as Hypothesis finds them, under a tiny pool."""
+"""Random orders of commands, found by Hypothesis, with a tiny pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ PREFIX = (1, 2) * 8
 
 
 class Machine(RuleBasedStateMachine):
-    """Any order of commands and steps. The loop checks every plan; here, that nobody is lost or stuck."""
+    """Any order of commands and steps. The loop checks every plan; this test checks that no request is lost or
+    stuck."""
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4]),
@@ -128,7 +129,7 @@ class Machine(RuleBasedStateMachine):
             self.loop.scheduler.check()
 
     def teardown(self) -> None:
-        """Whoever was accepted ends, within bounded steps, with the tokens that it gets alone."""
+        """Every accepted request ends within bounded steps, with the tokens of a run alone."""
         if not hasattr(self, "loop"):
             return
         self.loop.run(max_steps=60 + 40 * len(self.loop.jobs))

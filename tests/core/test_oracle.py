@@ -1,4 +1,4 @@
-"""Promise 1, for schedules: every request gets the tokens that it gets alone, whatever was decided around it."""
+"""Promise 1 for schedules: every request gets the tokens of a run alone, independent of other decisions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lockstep.core.step import StepPlan
 from tests.core.oracle import NAMESPACE, Job, Loop, OracleModel, alone
 
 SEEDS = (*range(100), 1215, 2545)
-"""The last ones have found something: a victim that came back in the same step, and budget returned twice."""
+"""Seeds; the last ones found defects: a victim that resumed in the same step, and budget returned twice."""
 MAX_LEN = 28
 DECODE_ORDERS: tuple[DecodeOrder, ...] = ("weighted", "priority", "oldest")
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:
-    """Small pools and tight budgets, every policy."""
+    """Config with small pools, tight budgets and every policy."""
     block_size = rng.choice([1, 2, 4, 5])
     num_seqs = rng.randint(1, 6)
     forced = rng.randint(1, 6)
@@ -67,7 +67,8 @@ def random_job(rng: random.Random, prefixes: list[tuple[int, ...]], newest: int 
 
 
 def drive(loop: Loop, rng: random.Random) -> set[int]:
-    """Arrivals, aborts, resets, pins, failures and steps at random; then until all have ended. Returns the aborted."""
+    """Random arrivals, aborts, resets, pins, failures and steps, until all requests have ended. Returns the aborted
+    ones."""
     prefixes = [tuple(rng.randrange(3) for _ in range(14)) for _ in range(2)]
     aborted = set()
     for _ in range(rng.randint(5, 40)):
@@ -92,8 +93,8 @@ def drive(loop: Loop, rng: random.Random) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_schedule_gives_each_request_what_it_gets_alone(seed: int) -> None:
-    """Also where prompts go on from answers whose blocks can be hit."""
+def test_every_schedule_gives_each_request_the_tokens_of_a_run_alone(seed: int) -> None:
+    """Also if prompts continue answers with cached blocks."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     config = random_config(rng)
@@ -121,7 +122,7 @@ ROOMY = SchedulerConfig(block_size=4, num_blocks=200, max_model_len=40, max_num_
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("num_host_blocks", [0, 2, 40])
-def test_preempted_or_not(preemption: Literal["swap", "recompute"], num_host_blocks: int) -> None:
+def test_tokens_do_not_depend_on_preemption(preemption: Literal["swap", "recompute"], num_host_blocks: int) -> None:
     expected, calm = outputs_of(ROOMY, JOBS)
     tight = replace(ROOMY, num_blocks=12, num_host_blocks=num_host_blocks, preemption=preemption)
     got, loop = outputs_of(tight, JOBS)
@@ -132,11 +133,11 @@ def test_preempted_or_not(preemption: Literal["swap", "recompute"], num_host_blo
 
 
 @pytest.mark.parametrize("max_chunk_tokens", [3, 4, 5, 7, 256])
-def test_whatever_the_chunk_size(max_chunk_tokens: int) -> None:
+def test_tokens_do_not_depend_on_the_chunk_size(max_chunk_tokens: int) -> None:
     assert outputs_of(replace(ROOMY, max_chunk_tokens=max_chunk_tokens), JOBS)[0] == outputs_of(ROOMY, JOBS)[0]
 
 
-def test_cold_or_warm() -> None:
+def test_tokens_do_not_depend_on_the_cache() -> None:
     loop = Loop(ROOMY)
     outputs = []
     for _ in range(3):
@@ -148,7 +149,7 @@ def test_cold_or_warm() -> None:
 
 
 def conversation(config: SchedulerConfig, num_turns: int = 8) -> tuple[list[tuple[int, ...]], Loop]:
-    """Answers of turns each of which repeats all before it."""
+    """Answers of turns, each of which repeats all previous ones."""
     loop = Loop(config, forces=False)
     history: tuple[int, ...] = (1, 2, 0)
     answers = []
@@ -163,7 +164,7 @@ def conversation(config: SchedulerConfig, num_turns: int = 8) -> tuple[list[tupl
 WIDE = SchedulerConfig(block_size=4, num_blocks=200, max_model_len=200, max_num_seqs=6)
 
 
-def test_a_conversation_finds_its_answers_again_and_they_change_nothing() -> None:
+def test_cached_answers_of_a_conversation_change_no_token() -> None:
     cached, loop = conversation(WIDE)
     assert cached == conversation(replace(WIDE, enable_prefix_caching=False))[0]
     finished = loop.scheduler.drain_finished()
@@ -172,8 +173,8 @@ def test_a_conversation_finds_its_answers_again_and_they_change_nothing() -> Non
         assert now.num_cached_tokens == (before - 1) // 4 * 4, "all full blocks of the turn before, answer and all"
 
 
-def test_the_oracle_notices_answers_that_are_hit_where_kernels_differ() -> None:
-    """The negative twin: what is published by decoding has other bits than what the prompt would have."""
+def test_the_oracle_detects_cached_answers_if_kernels_differ() -> None:
+    """Negative counterpart: blocks published by decoding have other bits than those of a prefill."""
     loop = Loop(WIDE)
     loop.model.has_one_kernel = False
     first = loop.add(Job((1, 2, 0), 9))
@@ -187,17 +188,17 @@ def test_the_oracle_notices_answers_that_are_hit_where_kernels_differ() -> None:
     assert outputs[0] != outputs[1]
 
 
-class Careless(OracleModel):
-    """Forgets to do what a plan says."""
+class MovelessModel(OracleModel):
+    """A model that does not execute the moves of a plan."""
 
     def move(self, plan: StepPlan) -> None:
         """Do nothing."""
 
 
-def test_the_oracle_notices_a_lost_swap() -> None:
+def test_the_oracle_detects_a_lost_swap() -> None:
     tight = replace(ROOMY, num_blocks=12, num_host_blocks=40)
     loop = Loop(tight, can_stop=False)
-    loop.model = Careless(tight)
+    loop.model = MovelessModel(tight)
     ids = [loop.add(job) for job in JOBS]
     expected = outputs_of(ROOMY, JOBS)[0]
     try:
@@ -224,12 +225,12 @@ def fingerprint_of(seed: int, *, twin: bool = False) -> str:
 
 
 @pytest.mark.parametrize("seed", [3, 14])
-def test_ten_identical_runs_have_the_same_fingerprint_and_a_twin_another(seed: int) -> None:
+def test_ten_identical_runs_have_equal_fingerprints_and_a_different_run_another(seed: int) -> None:
     prints = {fingerprint_of(seed) for _ in range(10)}
     assert len(prints) == 1
     assert fingerprint_of(seed, twin=True) not in prints
 
 
 def test_pinned_fingerprints() -> None:
-    """These change when a decision does: on purpose, or not."""
+    """They change if any decision changes, on purpose or not."""
     assert [fingerprint_of(seed) for seed in (1, 2)] == ["ddc2ca025388bdf4", "af8172f51299b30e"]

@@ -1,4 +1,4 @@
-"""What goes into a step: exact chunks, turns, limits, admission."""
+"""Contents of a step: exact chunks, turns, limits, admission."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_nine_tokens_in_chunks_of_four() -> None:
     assert [plan.lengths for plan in run(core)] == [(4,), (4,), (1,)]
 
 
-def test_without_a_place_to_sample_a_prompt_stops_one_token_short_where_it_may() -> None:
+def test_without_a_place_to_sample_a_prompt_stops_one_token_short_if_kernels_are_equal() -> None:
     core = scheduler(max_num_seqs=2, max_num_decode_seqs=1)
     core.add(prompt([1] * 9, 4))
     core.add(prompt([2] * 9, 4))
@@ -41,7 +41,7 @@ def test_without_a_place_to_sample_a_prompt_stops_one_token_short_where_it_may()
     run(core)
 
 
-def test_the_first_step_takes_all_that_fit_in_order_with_exactly_their_prompts() -> None:
+def test_the_first_step_admits_all_fitting_prompts_in_order() -> None:
     core = scheduler()
     ids = [core.add(Request(n, 3)) for n in (5, 1, 9)]
     assert core.num_waiting == core.num_unfinished == 3
@@ -65,8 +65,8 @@ def test_prompts_and_decodes_share_a_step() -> None:
     assert (plan.num_prompt_tokens, plan.has_prefill, plan.has_decode) == (0, False, True)
 
 
-def test_reserve_then_extend() -> None:
-    """Blocks come with the tokens in one admission, all at once in the other."""
+def test_reserve_and_extend_admission() -> None:
+    """Blocks are allocated with the tokens in one admission mode, all at once in the other."""
     optimistic, reserve = scheduler(), scheduler(admission="reserve")
     for core in (optimistic, reserve):
         core.add(Request(4, 9))
@@ -74,7 +74,7 @@ def test_reserve_then_extend() -> None:
     assert [len(plan.tables[0]) for plan in run(reserve)] == [4] * 9
 
 
-def test_a_sequence_at_its_limit_leaves_with_length() -> None:
+def test_a_sequence_at_its_limit_ends_with_length() -> None:
     core = scheduler(max_model_len=8)
     core.add(Request(5))
     core.add(Request(5, 1))
@@ -97,14 +97,14 @@ def test_an_idle_scheduler_plans_nothing_and_counts_no_step() -> None:
     assert core.schedule() == StepPlan(1, (), (), (), (), (), (), (), (), ())
 
 
-def test_the_token_budget_binds_first_chunks_too() -> None:
+def test_the_token_budget_limits_first_chunks() -> None:
     core = scheduler(max_num_seqs=4, max_num_batched_tokens=20, max_chunk_tokens=12)
     for _ in range(4):
         core.add(Request(12, 2))
     assert lengths(step(core)) == {0: 12, 1: 8}
 
 
-def test_the_prefill_budget_binds_prompts_and_not_decodes() -> None:
+def test_the_prefill_budget_limits_prompts_and_not_decodes() -> None:
     core = scheduler(max_num_seqs=4, max_num_batched_tokens=100, max_num_prefill_tokens=5)
     for _ in range(3):
         core.add(Request(4, 9))
@@ -116,7 +116,7 @@ def test_the_prefill_budget_binds_prompts_and_not_decodes() -> None:
     ]
 
 
-def test_adaptive_share_cuts_prompts_while_others_decode() -> None:
+def test_adaptive_share_limits_prompts_while_others_decode() -> None:
     core = scheduler(max_num_seqs=4, max_num_batched_tokens=40, prefill_share="adaptive")
     for _ in range(3):
         core.add(Request(3, 20))
@@ -126,7 +126,7 @@ def test_adaptive_share_cuts_prompts_while_others_decode() -> None:
     assert lengths(step(core))[3] == 10, "an admitted prompt still waits for computing"
 
 
-def test_slots_bound_who_runs() -> None:
+def test_slots_limit_running_sequences() -> None:
     core = scheduler(max_num_seqs=2)
     for _ in range(3):
         core.add(Request(3, 2))
@@ -146,7 +146,7 @@ def test_decode_width_rotates_and_starves_no_sequence() -> None:
     assert sampled == [(0, 1), (2, 3), (0, 4), (1, 2), (0, 3), (1, 4), (0, 2), (1, 3), (2, 4), (3, 4)]
 
 
-def test_a_stream_of_newcomers_does_not_starve_those_who_decode() -> None:
+def test_constant_arrivals_do_not_starve_decoding_sequences() -> None:
     core = scheduler(max_num_seqs=4, max_num_decode_seqs=1)
     core.add(Request(4, 5))
     for _ in range(20):
@@ -173,7 +173,7 @@ def test_without_a_place_to_sample_a_prompt_stops_one_token_short() -> None:
     assert [rows(step(core)) for _ in range(4)] == [[(1, 5, 1)], [(2, 2, 1)], [(0, 6, 1)], [(1, 6, 1)]]
 
 
-def test_one_place_of_a_step_is_kept_for_a_prompt() -> None:
+def test_one_place_of_a_step_is_reserved_for_a_prompt() -> None:
     core = scheduler(max_num_seqs=6, max_num_step_seqs=2)
     core.add(Request(2, 30))
     core.add(Request(2, 30))
@@ -186,7 +186,7 @@ def test_one_place_of_a_step_is_kept_for_a_prompt() -> None:
     run(core)
 
 
-def test_a_prompt_that_ends_uses_the_kept_place() -> None:
+def test_a_prompt_that_ends_uses_the_reserved_place() -> None:
     core = scheduler(max_num_seqs=4, max_num_step_seqs=3, max_chunk_tokens=4)
     for _ in range(3):
         core.add(Request(2, 30))
@@ -196,7 +196,7 @@ def test_a_prompt_that_ends_uses_the_kept_place() -> None:
     assert rows(step(core)) == [(0, 3, 1), (2, 2, 1), (3, 4, 2)]
 
 
-def test_with_one_place_per_step_everybody_still_finishes() -> None:
+def test_all_requests_finish_with_one_place_per_step() -> None:
     core = scheduler(max_num_seqs=3, max_num_step_seqs=1)
     for _ in range(4):
         core.add(Request(300, 3))
@@ -204,7 +204,7 @@ def test_with_one_place_per_step_everybody_still_finishes() -> None:
     assert len(core.drain_finished()) == 4
 
 
-def test_forced_segments_are_one_chunk_and_wait_for_budget_in_turn() -> None:
+def test_jump_forward_segments_are_one_chunk_and_wait_for_budget_in_turn() -> None:
     core = scheduler(max_num_seqs=2, max_num_batched_tokens=6, max_forced_tokens=5)
     core.add(Request(3, 20))
     core.add(Request(3, 20))
@@ -231,7 +231,7 @@ def test_a_stop_within_the_limit_keeps_its_reason() -> None:
 
 
 @pytest.mark.parametrize(("allowed", "got"), [(True, 17), (True, 0), (False, 2)])
-def test_more_tokens_than_a_segment_may_have_are_a_bug(allowed: bool, got: int) -> None:
+def test_too_many_tokens_in_a_segment_are_a_programming_error(allowed: bool, got: int) -> None:
     core = scheduler()
     core.add(Request(3, 40, allows_forced=allowed))
     with pytest.raises(AssertionError, match=f"got {got} tokens"):
@@ -241,7 +241,7 @@ def test_more_tokens_than_a_segment_may_have_are_a_bug(allowed: bool, got: int) 
 # -- chunking off ----------------------------------------------------------------------------------------------------
 
 
-def test_without_chunking_a_prompt_goes_whole_or_waits() -> None:
+def test_without_chunking_a_prompt_is_computed_whole_or_waits() -> None:
     core = scheduler(chunking=False, max_num_seqs=4, max_num_batched_tokens=30, max_chunk_tokens=4, max_skips=0)
     core.add(Request(20, 2))
     core.add(Request(20, 2))
@@ -250,7 +250,7 @@ def test_without_chunking_a_prompt_goes_whole_or_waits() -> None:
     assert rows(step(core)) == [(0, 20, 1), (1, 0, 20), (2, 0, 3)]
 
 
-def test_without_chunking_shorter_ones_may_pass_as_often_as_allowed() -> None:
+def test_without_chunking_shorter_prompts_may_overtake_up_to_max_skips() -> None:
     core = scheduler(chunking=False, max_num_seqs=4, max_num_batched_tokens=30)
     core.add(Request(20, 2))
     core.add(Request(20, 2))
@@ -274,7 +274,7 @@ def test_a_sequence_that_waits_for_its_turn_blocks_no_admission() -> None:
     assert step(core).admitted == (3,)
 
 
-def test_who_is_admitted_to_wait_for_its_turn_uses_up_the_prefill_budget() -> None:
+def test_an_admitted_sequence_that_waits_for_its_turn_uses_prefill_budget() -> None:
     core = scheduler(chunking=False, max_num_seqs=4, max_num_decode_seqs=1, max_num_prefill_tokens=10)
     for _ in range(3):
         core.add(Request(5, 2))
@@ -322,6 +322,6 @@ def test_stats_add_up() -> None:
     assert (stats.num_host_blocks, stats.num_free_host_blocks) == (2, 2)
 
 
-def test_config_is_what_was_given() -> None:
+def test_the_config_is_returned_unchanged() -> None:
     ours = config(max_num_seqs=3)
     assert Scheduler(ours).config is ours

@@ -1,4 +1,4 @@
-"""Limits are refused when they cannot work, and the pure rules hold for every input."""
+"""Invalid limits are refused, and the pure rules hold for every input."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_defaults_are_the_documented_ones() -> None:
         ({"prefill_share": "adaptive", "chunking": False}, "chunking"),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(limits: dict[str, Any], named: str) -> None:
+def test_invalid_limits_are_refused_at_construction(limits: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         config(**limits)
 
@@ -80,14 +80,14 @@ def test_the_minimum_of_a_limit_is_accepted_and_one_less_is_not(name: str) -> No
         config(**{**small, name: least - 1})
 
 
-def test_a_chunk_is_as_long_as_there_is_room() -> None:
+def test_a_chunk_uses_the_available_room() -> None:
     for remaining in range(1, 40):
         for room in range(45):
             assert prompt_chunk(remaining, room, True) == min(remaining, room)
             assert prompt_chunk(remaining, room, False) == min(remaining - 1, room), "what samples waits its turn"
 
 
-def test_a_cache_leaves_a_prompt_a_token_to_compute() -> None:
+def test_a_cache_hit_leaves_a_token_to_compute() -> None:
     assert [config().usable_blocks(length) for length in range(1, 11)] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
@@ -108,7 +108,7 @@ def test_adaptive_share_of_prompts() -> None:
         (49, 2, InvalidParameterError, "max_tokens", "context holds 50.*at most 1 are possible"),
     ],
 )
-def test_what_can_never_fit_the_context_is_refused(
+def test_a_request_that_exceeds_the_context_is_refused(
     tokens: int, output: int | None, error: type[InvalidParameterError], param: str, says: str
 ) -> None:
     with pytest.raises(error, match=says) as caught:
@@ -124,7 +124,7 @@ def test_an_unset_output_is_clipped_to_context_and_pool() -> None:
     assert output_limit(config(num_blocks=3, admission="reserve"), Request(10)) == 2
 
 
-def test_what_can_never_fit_the_empty_pool_is_refused() -> None:
+def test_a_request_that_exceeds_the_pool_is_refused() -> None:
     small, reserve = config(num_blocks=3), config(num_blocks=3, admission="reserve")
     assert output_limit(small, Request(12, 1)) == 1
     with pytest.raises(InvalidParameterError, match="3 blocks of 4 holds 13"):

@@ -1,4 +1,4 @@
-"""Who loses blocks, how much, and how it comes back."""
+"""Preemption: victims, the number of lost blocks, and resumption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def view(core: Scheduler, seq_id: int) -> SequenceView:
     return found
 
 
-def test_three_prompts_fill_the_pool_and_the_last_one_yields() -> None:
+def test_the_last_of_three_prompts_is_preempted_when_the_pool_is_full() -> None:
     """6 blocks, three 8-token prompts: 0 and 1 decode, 2 is preempted; 1 then waits for 0, and 2 resumes last."""
     core = scheduler(num_blocks=6, num_host_blocks=6)
     for _ in range(3):
@@ -38,7 +38,7 @@ def test_three_prompts_fill_the_pool_and_the_last_one_yields() -> None:
     assert [done.num_preemptions for done in core.drain_finished()] == [0, 0, 1]
 
 
-def test_a_victim_keeps_its_head_and_recomputes_only_what_it_lost() -> None:
+def test_a_victim_recomputes_only_its_lost_blocks() -> None:
     core = scheduler(num_blocks=6, preemption="recompute")
     core.add(Request(11, 3))
     core.add(Request(11, 9))
@@ -59,7 +59,7 @@ def test_a_victim_keeps_its_head_and_recomputes_only_what_it_lost() -> None:
     assert [done.first_token_step for done in core.drain_finished()] == [0, 0], "a prompt computed again is not news"
 
 
-def test_where_an_answer_may_be_computed_as_a_prompt_what_was_lost_comes_back_in_chunks() -> None:
+def test_lost_blocks_of_answers_are_recomputed_in_chunks_if_kernels_are_equal() -> None:
     core = scheduler(num_blocks=6, preemption="recompute", max_chunk_tokens=4)
     core.add(Request(11, 3))
     core.add(Request(11, 9))
@@ -72,7 +72,7 @@ def test_where_an_answer_may_be_computed_as_a_prompt_what_was_lost_comes_back_in
 
 
 def test_a_long_answer_is_not_replayed_token_by_token() -> None:
-    """Two of 104 tokens in a pool for 120: one loses more than 40 until the other has ended."""
+    """Two sequences of 104 tokens in a pool for 120: one loses more than 40 until the other has ended."""
     num_steps = {}
     for chunking in (False, True):
         core = scheduler(num_blocks=30, preemption="recompute", chunking=chunking)
@@ -83,7 +83,7 @@ def test_a_long_answer_is_not_replayed_token_by_token() -> None:
     assert num_steps[False] - num_steps[True] >= 40
 
 
-def test_forced_segments_are_replayed_whole_and_do_not_sample() -> None:
+def test_jump_forward_segments_are_recomputed_whole_and_do_not_sample() -> None:
     core = scheduler(num_blocks=7, preemption="recompute", max_forced_tokens=4, chunking=False)
     core.add(Request(10, 18))
     core.add(Request(6, 14))
@@ -100,8 +100,8 @@ def test_forced_segments_are_replayed_whole_and_do_not_sample() -> None:
     assert outputs[: len(segments) - 1] == [tuple(segment) for segment in segments[1:]]
 
 
-def test_a_cut_may_leave_one_prompt_token() -> None:
-    """A prompt of 9 in blocks of 4 that loses its third block."""
+def test_a_preemption_may_leave_one_prompt_token() -> None:
+    """A prompt of 9 tokens in blocks of 4 loses its third block."""
     core = scheduler(num_blocks=7, preemption="recompute")
     core.add(Request(15, 9))
     core.add(Request(9, 9))
@@ -112,7 +112,7 @@ def test_a_cut_may_leave_one_prompt_token() -> None:
     core.check()
 
 
-def test_host_space_short_drops_the_end_and_recomputes_it() -> None:
+def test_blocks_without_host_space_are_dropped_and_recomputed() -> None:
     core = scheduler(num_blocks=7, num_host_blocks=1, max_forced_tokens=8)
     core.add(Request(8, 20))
     core.add(Request(20, 2))
@@ -125,8 +125,8 @@ def test_host_space_short_drops_the_end_and_recomputes_it() -> None:
     run(core)
 
 
-def test_a_second_loss_pushes_the_end_out_of_the_host() -> None:
-    """What is nearer to the head takes the host's only room; the sequence stays contiguous."""
+def test_a_second_preemption_drops_the_end_from_the_host() -> None:
+    """Blocks nearer to the head take the only free space of the host; the sequence stays contiguous."""
     core = scheduler(num_blocks=6, num_host_blocks=1)
     core.add(Request(8, 14))
     core.add(Request(15, 2))
@@ -143,7 +143,7 @@ def test_a_second_loss_pushes_the_end_out_of_the_host() -> None:
     run(core)
 
 
-def test_the_worst_class_yields_first_then_the_newest() -> None:
+def test_the_lowest_priority_is_preempted_first_then_the_newest() -> None:
     core = scheduler(num_blocks=6)
     core.add(Request(8, 5, priority=1))
     core.add(Request(8, 5, priority=0))
@@ -154,7 +154,7 @@ def test_the_worst_class_yields_first_then_the_newest() -> None:
     assert plan.seq_ids == (1, 2)
 
 
-def test_who_grows_and_is_the_worst_waits_and_keeps_its_blocks() -> None:
+def test_a_growing_sequence_of_the_lowest_priority_waits_and_keeps_its_blocks() -> None:
     core = scheduler(num_blocks=5)
     core.add(Request(10, 2))
     core.add(Request(8, 2))
@@ -179,7 +179,8 @@ def test_no_new_sequence_is_admitted_while_a_running_one_lacks_blocks() -> None:
 
 
 def test_no_preempted_sequence_resumes_while_a_running_one_lacks_blocks() -> None:
-    """1 needs four blocks for its segment, and two are free: as many as 3 lost, which would let 1 wait for ever."""
+    """1 needs four blocks for its segment, and two are free: the number that 3 lost, which would keep 1 waiting
+    forever."""
     core = scheduler(num_blocks=6)
     for length, output in ((4, 20), (4, 21), (8, 9), (4, 2)):
         core.add(Request(length, output))
@@ -191,8 +192,8 @@ def test_no_preempted_sequence_resumes_while_a_running_one_lacks_blocks() -> Non
     assert (rows(plan), plan.resumed) == ([(0, 5, 1)], ())
 
 
-def test_the_place_of_one_that_waits_for_blocks_goes_to_the_next_in_turn() -> None:
-    """Width 1, pool full, and it is the newest one's turn: without this, nobody would ever move again."""
+def test_the_place_of_a_sequence_without_blocks_goes_to_the_next_in_turn() -> None:
+    """Width 1 with a full pool, in the turn of the newest sequence: without this rule there would be no progress."""
     core = scheduler(num_blocks=4, max_num_seqs=2, max_num_decode_seqs=1)
     core.add(Request(8, 5))
     core.add(Request(8, 5))
@@ -203,9 +204,9 @@ def test_the_place_of_one_that_waits_for_blocks_goes_to_the_next_in_turn() -> No
     run(core)
 
 
-def test_a_victim_that_is_in_the_plan_leaves_it_and_gives_its_budget_back() -> None:
-    """2 has taken a block from 3 and has its row; then 0, who got 3's place, needs four blocks for its segment, and 1
-    gets the place that 2 loses."""
+def test_a_planned_victim_is_removed_and_returns_its_budget() -> None:
+    """2 has taken a block from 3 and has its row; then 0, in the former place of 3, needs four blocks for its segment,
+    and 1 gets the place that 2 loses."""
     core = scheduler(num_blocks=7, max_num_seqs=4, max_num_decode_seqs=2)
     for length in (4, 2, 8, 8):
         core.add(Request(length, 20 if length == 4 else 6))
@@ -230,7 +231,7 @@ def test_an_unfinished_prompt_can_be_a_victim() -> None:
     run(core)
 
 
-def test_a_preempted_sequence_keeps_out_its_class_and_those_below() -> None:
+def test_a_preempted_sequence_blocks_its_priority_and_lower_ones() -> None:
     core = scheduler(num_blocks=8, preemption="recompute", order="priority")
     core.add(Request(15, 9))
     core.add(Request(9, 9))
@@ -247,8 +248,8 @@ def test_a_preempted_sequence_keeps_out_its_class_and_those_below() -> None:
     assert core.num_waiting == 3, "a block is free, but the preempted one comes first"
 
 
-def test_resuming_takes_blocks_from_preempted_ones_behind() -> None:
-    """All are preempted but for their blocks: the best comes back at the cost of the worse."""
+def test_resuming_takes_blocks_from_later_preempted_sequences() -> None:
+    """All are preempted but still have blocks: the best resumes at the cost of worse ones."""
     core = scheduler(num_blocks=6)
     for _ in range(3):
         core.add(Request(7, 9))
@@ -282,8 +283,8 @@ def test_shared_blocks_are_released_and_never_moved(preemption: str) -> None:
     assert len(core.drain_finished()) == 3
 
 
-def test_a_victim_in_a_tie_of_shared_blocks_gives_all_of_them() -> None:
-    """Two sequences share all that they hold on the device: only both together free something."""
+def test_a_victim_whose_blocks_are_all_shared_releases_all() -> None:
+    """Two sequences share all their device blocks: only both together free any."""
     core = scheduler(num_blocks=8, num_host_blocks=1)
     old = core.add(prompt([9] * 8, 24))
     core.add(prompt([*range(8), 1, 1], 20))
@@ -297,7 +298,7 @@ def test_a_victim_in_a_tie_of_shared_blocks_gives_all_of_them() -> None:
     assert core.stats().num_preempted == 0
 
 
-def test_tokens_that_are_recomputed_are_not_hits() -> None:
+def test_recomputed_tokens_are_not_hits() -> None:
     core = scheduler(num_blocks=6, preemption="recompute")
     core.add(prompt([1] * 8, 9))
     core.add(prompt([2] * 9, 5))
@@ -309,7 +310,7 @@ def test_tokens_that_are_recomputed_are_not_hits() -> None:
     assert (first.num_preemptions, second.num_preemptions, second.num_cached_tokens) == (0, 1, 0)
 
 
-def test_one_comes_back_only_when_one_block_more_than_it_needs_is_free() -> None:
+def test_resuming_needs_one_spare_free_block() -> None:
     """Otherwise it would be a victim again at its next block border."""
     core = scheduler(num_blocks=5, num_host_blocks=5)
     for length in (4, 8, 8):

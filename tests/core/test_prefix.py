@@ -1,4 +1,4 @@
-"""Hashes that any process computes alike, and a cache that maps them one to one."""
+"""Hashes that are equal in every process, and a cache that maps them one to one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_hashes_are_the_documented_chain() -> None:
     assert block_hashes(b"model", [1, 2, 3, 2**32 - 1, 5], 2) == (first, second)
 
 
-def test_vector() -> None:
+def test_a_published_hash_vector() -> None:
     assert [h.hex() for h in block_hashes(b"", range(8), 4)] == [
         "de2b1b0617e7d6fda4d4aab2b6241a61",
         "431ce80d152c6058d44bdae6f5f324c7",
@@ -32,7 +32,7 @@ def test_only_full_blocks_have_a_hash() -> None:
     assert len(block_hashes(b"", [0] * 55, 16)) == 3
 
 
-def test_equal_prefixes_share_and_namespaces_do_not() -> None:
+def test_equal_prefixes_have_equal_hashes_except_in_other_namespaces() -> None:
     ours, theirs = block_hashes(b"a", range(12), 4), block_hashes(b"a", [*range(8), 99, 98, 97, 96], 4)
     assert ours[:2] == theirs[:2]
     assert ours[2] != theirs[2]
@@ -60,7 +60,7 @@ def test_hashes_do_not_depend_on_the_process() -> None:
     assert len(outputs) == 1
 
 
-def test_the_first_block_of_a_content_keeps_it_until_forgotten() -> None:
+def test_the_first_block_of_a_content_is_the_cached_one() -> None:
     cache = PrefixCache(9)
     cache.publish([1], [b"h"])
     cache.publish([2], [b"h"])
@@ -87,7 +87,7 @@ def test_match_stops_at_the_first_gap_and_changes_nothing() -> None:
     cache.check()
 
 
-def test_pins_count_and_outlive_what_they_pin() -> None:
+def test_pins_are_counted_and_independent_of_blocks() -> None:
     cache = PrefixCache(9)
     cache.publish([1], [b"a"])
     assert cache.pin([b"a", b"b"]) == [1]
@@ -106,7 +106,7 @@ def test_pins_count_and_outlive_what_they_pin() -> None:
     cache.check()
 
 
-def test_a_scheduler_reports_contents_that_can_be_found_and_those_that_no_longer_can() -> None:
+def test_a_scheduler_reports_added_and_evicted_contents() -> None:
     core = scheduler(num_blocks=6)
     assert core.drain_contents() == (), "nobody follows them"
     first, second = prompt([1] * 9, 1), prompt([2] * 20, 1)
@@ -126,6 +126,6 @@ def test_a_scheduler_reports_contents_that_can_be_found_and_those_that_no_longer
     assert core.drain_contents() == ()
 
 
-def test_a_chain_goes_on_from_the_hashes_that_are_known() -> None:
+def test_a_chain_continues_from_known_hashes() -> None:
     whole = block_hashes(b"ns", range(40), 4)
     assert [block_hashes(b"ns", range(40), 4, whole[:known]) for known in (0, 1, 9, 10)] == [whole] * 4

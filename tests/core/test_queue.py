@@ -1,4 +1,4 @@
-"""The queue is bounded, its orders are total, and tenants are served alike."""
+"""The queue is bounded, its orders are total, and tenants are served equally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.drive import config
 
 
 class Line:
-    """A queue with requests in it, as ids."""
+    """A queue with requests, shown as ids."""
 
     def __init__(self, **limits: object) -> None:
         self.ledger = TenantLedger(3)
@@ -31,7 +31,7 @@ class Line:
         return [seq.seq_id for seq in self.queue.in_order(step, is_bulk=is_bulk)]
 
 
-def test_fcfs_is_by_arrival_whatever_the_class() -> None:
+def test_fcfs_is_by_arrival_independent_of_priority() -> None:
     line = Line(order="fcfs")
     for priority in (1, -2, 0):
         line.add(priority)
@@ -40,7 +40,7 @@ def test_fcfs_is_by_arrival_whatever_the_class() -> None:
     assert line.ids() == [0, 2]
 
 
-def test_bulk_requests_have_lines_of_their_own_in_the_same_order() -> None:
+def test_bulk_requests_have_a_separate_queue_in_the_same_order() -> None:
     line = Line(order="priority")
     for priority, is_bulk in ((1, True), (0, False), (-2, True), (1, False)):
         line.add(priority, is_bulk=is_bulk)
@@ -50,7 +50,7 @@ def test_bulk_requests_have_lines_of_their_own_in_the_same_order() -> None:
     assert (line.ids(is_bulk=True), line.queue.num_bulk) == ([2], 1)
 
 
-def test_priority_is_by_class_then_arrival() -> None:
+def test_priority_order_is_by_priority_then_arrival() -> None:
     line = Line(order="priority")
     for priority in (1, 0, -2, 0, -2, 1, 7):
         line.add(priority)
@@ -58,7 +58,7 @@ def test_priority_is_by_class_then_arrival() -> None:
     assert len(line.queue) == 7
 
 
-def test_waiting_raises_the_priority_by_one_per_so_many_steps() -> None:
+def test_aging_raises_the_priority_by_one_per_interval() -> None:
     line = Line(order="priority", priority_aging_steps=10)
     line.add(2, arrival_step=0)
     line.add(0, arrival_step=19)
@@ -68,7 +68,7 @@ def test_waiting_raises_the_priority_by_one_per_so_many_steps() -> None:
     assert Line(order="fcfs", priority_aging_steps=10).queue.effective_priority(line.seqs[0], 35) == 2
 
 
-def test_fair_lets_the_least_served_tenant_go_first_and_sees_charges_at_once() -> None:
+def test_fair_admits_the_least_served_tenant_first_with_current_counts() -> None:
     line = Line(order="fair")
     for tenant in "aaab":
         line.add(tenant=tenant)

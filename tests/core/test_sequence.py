@@ -9,7 +9,7 @@ from lockstep.core.sequence import Segment, Sequence, SequenceState
 
 
 def decoding(num_prompt: int, *segments: int) -> Sequence:
-    """A sequence whose samplings brought these many tokens, all but the last of them computed."""
+    """A sequence whose steps sampled these numbers of tokens, all but the last of them computed."""
     seq = Sequence(3, Request(num_prompt), 100, 0)
     seq.num_computed = num_prompt
     for length in segments:
@@ -39,7 +39,7 @@ def test_only_the_documented_transitions_exist(begin: SequenceState, end: Sequen
             seq.move_to(end)
 
 
-def test_segments_remember_how_each_token_was_computed() -> None:
+def test_segments_record_how_each_token_was_computed() -> None:
     seq = decoding(5, 1, 3, 1, 2)
     assert seq.view().segments == (
         Segment(0, 5),
@@ -52,7 +52,7 @@ def test_segments_remember_how_each_token_was_computed() -> None:
     assert seq.num_output == 7
 
 
-def test_what_remains_of_a_sequence_is_a_copy() -> None:
+def test_the_result_of_a_sequence_is_a_copy() -> None:
     seq = decoding(4, 1, 1)
     seq.num_preemptions = 2
     seq.cut_to(4)

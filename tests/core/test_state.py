@@ -1,4 +1,4 @@
-"""A scheduler that goes on from a state does so as if nothing had happened."""
+"""A scheduler that continues from a state decides as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KEPT: dict[type[Any], set[str]] = {
     DecodeShares: {"clock"},
     Sequence: {*getattr(Sequence, "__slots__", ())} - {"rank", "num_prompt", "stride"},
 }
-"""Attributes that a state has, in its own form."""
+"""Attributes that are part of a state, in its form."""
 FOLLOWS: dict[type[Any], set[str]] = {
     Scheduler: {"config", "_kv", "_ledger", "_queue", "_running"},
     Fingerprint: {"_ids", "_ends", "_tables", "_samples", "_num_sampled"},
@@ -69,7 +69,7 @@ FOLLOWS: dict[type[Any], set[str]] = {
     },
     Sequence: {"rank", "num_prompt", "stride"},
 }
-"""Those that follow from it and from the config."""
+"""Attributes that follow from the state and the config."""
 SCRATCH: dict[type[Any], set[str]] = {
     Scheduler: {"_listener", "_planner", "_pending_seqs", "_run", "_is_settled", "_finished"},
     KVCache: {"_evicted", "_swap_out", "_swap_in"},
@@ -78,13 +78,13 @@ SCRATCH: dict[type[Any], set[str]] = {
     WaitingQueue: {"num_changes"},
     StepPlanner: {"_nobody_fits_at", "_explain"},
 }
-"""Those that only save work, are empty but while a step is planned, or were not asked for yet."""
+"""Attributes that only save work, are empty outside of planning, or are not yet requested."""
 VALUES: set[type[Any]] = {SchedulerConfig, Request, SequenceState}
 """Classes whose objects do not change."""
 
 
 class Side:
-    """A scheduler with its fingerprint, and the step that is under way."""
+    """A scheduler with its fingerprint, and the current step."""
 
     def __init__(self, core: Scheduler, seen: Fingerprint, plan: StepPlan | None = None) -> None:
         self.core = core
@@ -109,11 +109,10 @@ class Side:
 
 
 class Rotations(RuleBasedStateMachine):
-    """A live scheduler, asked and looked at by everyone, and one that goes on from a state and hears what a recording
-    tells.
+    """A live scheduler whose state is read at any time, and one that continues from a state and gets recorded commands.
 
-    Whenever a file could begin, between two steps or in one, both hold the same state; and whatever comes, they decide
-    the same.
+    Both have equal states whenever a file could begin, between two steps or during one, and they decide equally on any
+    input.
     """
 
     @initialize(
@@ -150,7 +149,7 @@ class Rotations(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1000))
     def add_and_abort(self, number: int) -> None:
-        """Before it ran."""
+        """Abort before the first step."""
         if self.live.plan is None:
             seq_id = self.live.core.state().next_id
             self.add(number % 14, number)
@@ -192,7 +191,7 @@ class Rotations(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 12), number=st.integers(0, 1000), rotation=st.integers(0, 15))
     def steps(self, count: int, number: int, rotation: int) -> None:
-        """Enough of them that some repeat, with a rotation among them."""
+        """Run several steps, some of which repeat, with a rotation among them."""
         for index in range(count):
             if index == rotation:
                 self.rotate()
@@ -201,7 +200,7 @@ class Rotations(RuleBasedStateMachine):
 
     @rule(seq_id=st.integers(0, 20))
     def look(self, seq_id: int) -> None:
-        """As metrics, health and sessions do, at any time."""
+        """Read views, as metrics, health and sessions do at any time."""
         core = self.live.core
         core.view(seq_id)
         core.drain_finished()
@@ -253,8 +252,8 @@ def parts_of(core: Scheduler) -> dict[type[Any], dict[str, object]]:
 
 
 @needs_interpreted
-def test_every_attribute_of_the_core_is_in_the_state_or_listed_as_left_out() -> None:
-    """So that nothing that decides is forgotten."""
+def test_every_attribute_of_the_core_is_in_the_state_or_listed_as_omitted() -> None:
+    """So that no deciding attribute is omitted."""
     core = scheduler(order="fair", num_host_blocks=4)
     core.add(prompt(9))
     attributes_of = {Fingerprint: attributes(Fingerprint())} | parts_of(core)
@@ -264,8 +263,8 @@ def test_every_attribute_of_the_core_is_in_the_state_or_listed_as_left_out() -> 
         assert sorted(listed) == sorted(own), kind.__name__
 
 
-def test_the_declared_state_has_the_version_that_is_written_beside_it() -> None:
-    """Who changes what a state is made of changes its version, and this test with it."""
+def test_the_declared_state_has_the_declared_version() -> None:
+    """A change of the state's contents requires a change of its version, and of this test."""
     made_of = [
         [*kind.__dataclass_fields__] if is_dataclass(kind) else [*kind._fields]
         for kind in (SchedulerState, KVState, SavedSequence, FingerprintState, Counters, StepPlan, Request)
@@ -288,7 +287,7 @@ def test_scheduling_without_unfinished_sequences_changes_nothing() -> None:
     assert core.state() == state
 
 
-def test_a_step_may_be_under_way() -> None:
+def test_a_state_may_be_taken_during_a_step() -> None:
     core = scheduler()
     core.add(prompt(9))
     plan = core.schedule()
@@ -300,7 +299,7 @@ def test_a_step_may_be_under_way() -> None:
         other.schedule()
 
 
-def test_a_state_is_a_value_that_no_later_step_changes() -> None:
+def test_later_steps_do_not_change_a_state() -> None:
     core = scheduler(order="fair", num_host_blocks=4)
     core.add(prompt(9, tenant="one"))
     step(core)
@@ -312,8 +311,8 @@ def test_a_state_is_a_value_that_no_later_step_changes() -> None:
     assert repr(Scheduler.from_state(core.config, state).state()) == seen
 
 
-def test_contents_and_tenants_stand_apart_and_may_have_any_other_names() -> None:
-    """No hash and no tenant is anywhere else in a state, and the decisions are the same by other names."""
+def test_contents_and_tenants_may_be_renamed_in_a_state() -> None:
+    """A state has hashes and tenants in no other place, and decisions do not depend on their names."""
     core = scheduler(order="fair")
     for number, tenant in enumerate(("key one", "key two", "key one")):
         core.add(prompt([*PREFIX, number], tenant=tenant))

@@ -1,4 +1,4 @@
-"""A limit in words, whoever is kept out by it."""
+"""Sentence of each limit."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_limit_has_one_sentence(reached: Reached, limits: dict[str, Any], word
     assert phrase(reached, config(**limits)) == words
 
 
-def test_every_limit_has_words_but_that_of_a_chunk() -> None:
-    """Who gets a smaller chunk than its rest has a part in the step all the same."""
+def test_every_limit_except_chunk_has_a_sentence() -> None:
+    """A sequence with a shortened chunk still has a part in the step."""
     mute = {limit for limit in Limit if not phrase(Reached(limit, 1, 2, 3, "r1", 1), config())}
     assert mute == {Limit.CHUNK}
     assert not TEMPLATES.keys() & {Limit.TOKENS, Limit.PREFILL, Limit.BLOCKS}, "these depend on the config"

@@ -30,10 +30,10 @@ def test_the_newest_section_of_the_changelog_is_of_this_version() -> None:
 @pytest.mark.parametrize(
     ("changelog", "version", "tag", "fault"),
     [
-        (OLD, "0.2.0", None, "the newest section of CHANGELOG.md is of 0.1.0, the package 0.2.0"),
-        ("# Changelog\n", "0.1.0", None, "is of no version"),
-        (f"## 0.2.0 (unreleased)\n\n- more\n\n{OLD}", "0.2.0", "v0.2.0", "calls 0.2.0 unreleased; write its day"),
-        (OLD, "0.1.0", "0.1.0", "the tag is '0.1.0' and the package 0.1.0; it must be v0.1.0"),
+        (OLD, "0.2.0", None, "the newest section of CHANGELOG.md has 0.1.0, but the package has 0.2.0"),
+        ("# Changelog\n", "0.1.0", None, "has no version"),
+        (f"## 0.2.0 (unreleased)\n\n- more\n\n{OLD}", "0.2.0", "v0.2.0", "has 0.2.0 as unreleased; write its date"),
+        (OLD, "0.1.0", "0.1.0", "the tag is '0.1.0', but the package has 0.1.0; the tag must be v0.1.0"),
         (f"## 0.1.0 (unreleased)\n\n- again\n\n{OLD}", "0.1.0", None, "has 0.1.0 among the older versions"),
     ],
 )
@@ -55,7 +55,7 @@ def test_the_command_prints_the_notes_and_refuses_a_tag_of_another_version(capsy
     assert main(["notes"]) == 0
     assert capsys.readouterr().out.startswith(sections(CHANGELOG.read_text())[0].text)
     assert main(["check", "--tag", "v99.0.0"]) == 1
-    assert "it must be v" in capsys.readouterr().err
+    assert "the tag must be v" in capsys.readouterr().err
 
 
 def test_actions_are_named_by_commit_and_only_two_jobs_may_write() -> None:

@@ -1,4 +1,4 @@
-"""Templates with the constructs of the families that people serve, written for these tests."""
+"""Chat templates with the constructs of common families, written for these tests."""
 
 from __future__ import annotations
 

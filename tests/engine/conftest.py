@@ -1,4 +1,4 @@
-"""Engines on the stub model: real loop, real scheduler, no weights. KV stores, and the embedded model for them."""
+"""Fixtures: engines on the stub model with the real loop and scheduler; KV stores; the embedded model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def make_engine(clock: ManualClock) -> MakeEngine:
-    """`make_engine("stub://name?option=value", num_blocks=…, max_num_seqs=…)`."""
+    """Factory `make_engine("stub://name?option=value", num_blocks=…, max_num_seqs=…)`."""
 
     def make(
         source: str = "stub://alpha",
@@ -54,13 +54,14 @@ def pocket() -> Iterator[Pocket]:
 
 @pytest.fixture
 def faults() -> list[str]:
-    """Sentences of stores on what was not as it should be."""
+    """Warnings of stores about faults."""
     return []
 
 
 @pytest.fixture
 def open_store(tmp_path: Path, faults: list[str]) -> Iterator[OpenStore]:
-    """Stores on the test's folders, one at a time: who opens the next closes the one before, as a restart does."""
+    """Factory of stores on the test's folders, one at a time: opening the next closes the previous one, like a
+    restart."""
     opened: list[KVStore] = []
 
     def open_store(

@@ -1,4 +1,4 @@
-"""Sessions of the embedded model whose KV leaves and comes back: prompts, requests, and what became of them."""
+"""Sessions of the embedded model whose KV is stored and restored: prompts, requests and results."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def kv_of(engine: Engine) -> KVTransfer:
 
 
 def hashes_of(engine: Engine, session: str) -> tuple[bytes, ...]:
-    """What a session will come back for."""
+    """Block hashes that a session will need again."""
     kv = kv_of(engine)
     [hashes] = [record.hashes for record in kv.store.records(kv.environment) if record.session_id == session]
     return hashes
 
 
 def leave(engine: Engine) -> None:
-    """Everybody leaves the device, and what they come back for is kept."""
+    """Evict all sessions from the device after storing their blocks."""
     engine.sessions.sweep()
     assert kv_of(engine).store.flush(10.0)

@@ -1,4 +1,4 @@
-"""Fifty JSON schemas as people write them, each bounded, so that every document that obeys one comes to an end."""
+"""Fifty common JSON schemas, each bounded, so that every valid document ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOOL: Schema = {"type": "boolean"}
 
 
 def closed(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None, **more: Any) -> Schema:
-    """An object that holds these properties and no others."""
+    """Object schema with these properties and no others."""
     properties = {**required, **(optional or {})}
     return {
         "type": "object",
@@ -37,7 +37,7 @@ def text(pattern: str) -> Schema:
 
 
 def formatted(name: str, max_length: int = 40) -> Schema:
-    """Bounded, because the grammar of a time lets its fraction grow without end."""
+    """Bounded text, because the grammar of a time allows fractions of any length."""
     return {"type": "string", "format": name, "maxLength": max_length}
 
 

@@ -1,4 +1,4 @@
-"""Deadlines are told apart, follow the engine's clock, and leave what came before them in the answer."""
+"""Deadlines are distinguished, follow the engine's clock, and keep the earlier part of the answer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_queue_deadline_ends_only_those_that_never_ran(make_engine: MakeEngine
     engine.scheduler.check()
 
 
-def test_of_two_deadlines_at_once_the_queue_is_named(make_engine: MakeEngine, clock: ManualClock) -> None:
+def test_of_two_simultaneous_deadlines_that_of_the_queue_is_reported(
+    make_engine: MakeEngine, clock: ManualClock
+) -> None:
     engine = make_engine(max_num_seqs=1)
     engine.submit(ask())
     both = engine.submit(ask(queue_deadline_s=1.0, deadline_s=1.0))
@@ -63,7 +65,7 @@ def test_of_two_deadlines_at_once_the_queue_is_named(make_engine: MakeEngine, cl
     assert type(pickle.loads(pickle.dumps(output.error))) is QueueDeadlineError
 
 
-def test_the_deadline_of_an_answer_also_ends_one_that_waits(make_engine: MakeEngine, clock: ManualClock) -> None:
+def test_the_deadline_of_an_answer_also_ends_a_waiting_request(make_engine: MakeEngine, clock: ManualClock) -> None:
     engine = make_engine(max_num_seqs=1)
     engine.submit(ask())
     late = engine.submit(ask(deadline_s=1.0))
@@ -73,7 +75,7 @@ def test_the_deadline_of_an_answer_also_ends_one_that_waits(make_engine: MakeEng
     assert ended(engine.result(late)) == (DeadlineError, FinishReason.DEADLINE, "")
 
 
-def test_a_callback_sees_the_error_on_the_last_output(make_engine: MakeEngine, clock: ManualClock) -> None:
+def test_the_last_output_of_a_callback_has_the_error(make_engine: MakeEngine, clock: ManualClock) -> None:
     engine = make_engine()
     outputs: list[TokenOutput] = []
     engine.submit(ask(deadline_s=1.0), outputs.append)
@@ -84,7 +86,7 @@ def test_a_callback_sees_the_error_on_the_last_output(make_engine: MakeEngine, c
     assert outputs[-1].finish_reason is FinishReason.DEADLINE
 
 
-async def test_a_stream_raises_it_after_what_came_before(make_engine: MakeEngine, clock: ManualClock) -> None:
+async def test_a_stream_raises_the_error_after_earlier_outputs(make_engine: MakeEngine, clock: ManualClock) -> None:
     engine = make_engine()
     stream = engine.stream(ask(deadline_s=1.0))
     first = asyncio.ensure_future(anext(stream))
@@ -99,13 +101,13 @@ async def test_a_stream_raises_it_after_what_came_before(make_engine: MakeEngine
 
 @pytest.mark.parametrize("name", ["deadline_s", "queue_deadline_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_a_deadline_that_is_no_time_is_refused(make_engine: MakeEngine, name: str, value: float) -> None:
+def test_an_invalid_deadline_is_refused(make_engine: MakeEngine, name: str, value: float) -> None:
     with pytest.raises(InvalidParameterError, match=f"{name} is .*; it must be positive") as caught:
         make_engine().submit(ask(**{name: value}))
     assert caught.value.param == name
 
 
-def test_deadlines_of_ended_requests_are_forgotten() -> None:
+def test_deadlines_of_ended_requests_are_removed() -> None:
     deadlines = Deadlines()
     for request_id in range(MAX_STALE + 10):
         deadlines.add(request_id, 0.0, None, 5.0 + request_id)

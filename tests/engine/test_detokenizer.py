@@ -1,4 +1,4 @@
-"""Pieces of text end at characters, and together they are the whole decode."""
+"""Pieces of text end at characters, and their concatenation is the decoded text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], after: int | None = None
 @pytest.mark.parametrize("family", TABLED)
 @settings(max_examples=150)
 @given(data=st.data())
-def test_pieces_of_any_tokens_are_the_whole_decode(family: str, data: st.DataObject) -> None:
+def test_pieces_of_any_tokens_concatenate_to_the_decoded_text(family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(family)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
@@ -46,7 +46,7 @@ def test_pieces_of_any_tokens_are_the_whole_decode(family: str, data: st.DataObj
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=100)
 @given(text=st.one_of(st.text(max_size=60), st.lists(st.sampled_from(TEXTS[:5]), max_size=3).map(" ".join)))
-def test_pieces_of_a_text_are_what_the_library_decodes(family: str, text: str) -> None:
+def test_pieces_of_a_text_equal_the_librarys_decoding(family: str, text: str) -> None:
     tokenizer = tokenizer_of(family)
     ids = tokenizer.encode(text, add_special_tokens=False)
     expected = FAMILIES[family]().decode(ids)
@@ -56,7 +56,7 @@ def test_pieces_of_a_text_are_what_the_library_decodes(family: str, text: str) -
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 430), max_size=40))
-def test_byte_level_decoding_of_any_tokens_is_the_librarys(ids: list[int]) -> None:
+def test_byte_level_decoding_of_any_tokens_equals_the_librarys(ids: list[int]) -> None:
     for skip in (True, False):
         assert tokenizer_of("byte level").decode(ids, skip) == byte_level().decode(ids, skip_special_tokens=skip)
 
@@ -65,7 +65,7 @@ def test_byte_level_decoding_of_any_tokens_is_the_librarys(ids: list[int]) -> No
 @settings(max_examples=100)
 @given(text=st.text(max_size=40))
 @example(text="<end_of_turn>")
-def test_no_piece_holds_half_a_character(family: str, text: str) -> None:
+def test_no_piece_has_a_partial_character(family: str, text: str) -> None:
     tokenizer = tokenizer_of(family)
     [ids] = tokenizer.encode_plain([text])  # a special token has no text
     pieces = pieces_of(tokenizer, ids)
@@ -83,7 +83,7 @@ def test_a_character_comes_with_its_last_byte() -> None:
     assert pieces_of(tokenizer, [*ids[:-2], ids[0]]) == ["a", "", "", "\ufffda", ""]
 
 
-def test_an_end_within_a_character_is_marked_once() -> None:
+def test_a_partial_character_at_the_end_is_replaced_once() -> None:
     detokenizer = Detokenizer(tokenizer_of("byte level"))
     ids = tokenizer_of("byte level").encode("😀", add_special_tokens=False)
     assert [detokenizer.append(token) for token in ids[:-1]] == [""] * (len(ids) - 1)
@@ -109,13 +109,13 @@ def test_special_tokens_have_no_text(family: str) -> None:
 
 
 def test_ids_outside_of_the_vocabulary_have_no_text() -> None:
-    """Models pad their vocabulary: such a row may be sampled."""
+    """Models pad their vocabulary, so such an id may be sampled."""
     tokenizer = tokenizer_of("byte level")
     assert tokenizer.decode([10**6]) == ""
     assert "".join(pieces_of(tokenizer, [10**6, *tokenizer.encode("ab")])) == "ab"
 
 
-def test_a_text_that_goes_on_keeps_its_context_without_a_byte_table() -> None:
+def test_continued_text_without_a_byte_table_keeps_its_context() -> None:
     tokenizer = tokenizer_of("wordpiece")
     ids = tokenizer.encode("the quick dog", add_special_tokens=False)
     assert "".join(pieces_of(tokenizer, ids[1:], after=ids[0])) == FAMILIES["wordpiece"]().decode(ids)[len("the") :]

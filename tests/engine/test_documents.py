@@ -1,4 +1,4 @@
-"""Documents from the embedded model at temperature 1: every one obeys its schema and comes to its end."""
+"""Documents of the embedded model at temperature 1: each one is valid by its schema and ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FORMATS = jsonschema.FormatChecker()
 
 @FORMATS.checks("date", raises=ValueError)
 def is_full_date(instance: object) -> bool:
-    """RFC 3339 has a year 0000, a leap year; Python's calendar begins a year later."""
+    """RFC 3339 has a year 0000, a leap year; Python's calendar begins with year 1."""
     if isinstance(instance, str):
         date.fromisoformat(f"2000{instance[4:]}" if instance.startswith("0000-") else instance)
     return True
 
 
 MAX_TOKENS = 400
-"""More than the longest document that the schemas allow this model to write."""
+"""More tokens than the longest document that the schemas allow."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_ten_thousand_documents_obey_their_schemas(llm: LLM) -> None:
 
 
 def test_a_router_answers_with_one_of_its_labels(llm: LLM) -> None:
-    """At any temperature; the greedy answer is the right one for the demo's messages."""
+    """At any temperature; the greedy answer is correct for the demo's messages."""
     labels = SamplingParams(temperature=0.0, max_tokens=8, constraint=Constraint.choice(INTENTS))
     wild = SamplingParams(temperature=8.0, seed=3, n=8, max_tokens=8, constraint=Constraint.choice(INTENTS))
     conversations = [

@@ -1,4 +1,4 @@
-"""The step loop: what goes in comes out, once, whole, and a fault stays where it happened."""
+"""Step loop: every request gets one complete answer, and a fault affects only its request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one(result: RequestOutput | None) -> RequestOutput:
     return result
 
 
-def test_an_answer_is_complete_and_read_once(make_engine: MakeEngine) -> None:
+def test_an_answer_is_complete_and_can_be_read_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask())
     assert not engine.is_complete(request_id)
@@ -102,7 +102,7 @@ def test_stop_token_ids_and_min_tokens(make_engine: MakeEngine) -> None:
     assert one(engine.result(late)).text == "[stub:alpha] "
 
 
-def test_ignore_eos_goes_on_until_length(make_engine: MakeEngine) -> None:
+def test_ignore_eos_continues_until_length(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask(ignore_eos=True, max_tokens=50))
     engine.run_until_idle()
@@ -119,7 +119,7 @@ def test_siblings_are_ordered_by_index(make_engine: MakeEngine) -> None:
     assert {completion.text for completion in output.completions} == {HELLO}
 
 
-def test_of_siblings_that_end_in_one_step_the_last_output_alone_carries_the_whole_answer(
+def test_only_the_last_output_of_siblings_that_end_in_one_step_has_the_whole_answer(
     make_engine: MakeEngine,
 ) -> None:
     engine = make_engine()
@@ -144,7 +144,7 @@ def test_logprobs_come_with_each_token(make_engine: MakeEngine) -> None:
     assert [entry.top[0][0] for entry in completion.logprobs] == list(completion.token_ids)
 
 
-def test_abort_keeps_what_came_and_leaves_others_alone(make_engine: MakeEngine) -> None:
+def test_abort_keeps_the_tokens_so_far_and_affects_no_other_request(make_engine: MakeEngine) -> None:
     engine = make_engine()
     aborted, other = engine.submit(ask()), engine.submit(ask("world!"))
     for _ in range(4):
@@ -170,7 +170,7 @@ def test_a_deadline_ends_a_request_that_is_late(make_engine: MakeEngine, clock: 
     assert one(engine.result(in_time)).text == HELLO
 
 
-def test_a_failing_step_fails_its_requests_with_the_reason_and_the_engine_goes_on(make_engine: MakeEngine) -> None:
+def test_a_failing_step_fails_its_requests_with_the_reason_and_the_engine_continues(make_engine: MakeEngine) -> None:
     engine = make_engine("stub://alpha?fail_every=5")
     failed = [engine.submit(ask()), engine.submit(ask())]
     while not all(engine.is_complete(request_id) for request_id in failed):
@@ -186,7 +186,7 @@ def test_a_failing_step_fails_its_requests_with_the_reason_and_the_engine_goes_o
     assert one(engine.result(after)).text == "[st"
 
 
-def test_a_row_of_nan_fails_its_request_alone(make_engine: MakeEngine) -> None:
+def test_a_row_of_nan_fails_only_its_request(make_engine: MakeEngine) -> None:
     engine = make_engine("stub://alpha?nan_every=7")
     ids = [engine.submit(ask(max_tokens=3)) for _ in range(3)]
     engine.run_until_idle()
@@ -212,7 +212,7 @@ def test_a_raising_callback_ends_only_its_own_request(make_engine: MakeEngine) -
     engine.scheduler.check()
 
 
-def test_a_refused_request_never_enters(make_engine: MakeEngine) -> None:
+def test_a_refused_request_is_not_queued(make_engine: MakeEngine) -> None:
     engine = make_engine(max_model_len=64)
     with pytest.raises(PromptTooLongError, match="at most 63"):
         engine.submit(ask("x" * 64, max_tokens=None))
@@ -227,7 +227,7 @@ def test_a_refused_request_never_enters(make_engine: MakeEngine) -> None:
     assert not engine.has_work
 
 
-def test_a_full_queue_refuses_by_name_and_serves_the_rest(make_engine: MakeEngine) -> None:
+def test_a_full_queue_refuses_requests_and_serves_the_queued_ones(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_queued_reqs=2)
     ids = [engine.submit(ask(max_tokens=2)) for _ in range(3)]
     engine.run_until_idle()
@@ -247,7 +247,7 @@ def test_a_rejected_request_whose_callback_raises_affects_no_other_request(make_
     assert one(engine.result(good)).text == "[s"
 
 
-def test_the_largest_seed_has_siblings_too(make_engine: MakeEngine) -> None:
+def test_siblings_are_possible_with_the_largest_seed(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask(n=2, seed=2**64 - 1, temperature=1.0))
     engine.run_until_idle()
@@ -261,7 +261,7 @@ def test_unread_results_are_bounded(make_engine: MakeEngine) -> None:
     assert [engine.result(request_id) is not None for request_id in ids] == [False, False, True, True]
 
 
-def test_the_second_time_a_prompt_is_found_in_the_cache(make_engine: MakeEngine) -> None:
+def test_a_repeated_prompt_is_cached(make_engine: MakeEngine) -> None:
     engine = make_engine()
     prompt = "x" * 100
     cold, warm, salted = (
@@ -312,7 +312,7 @@ def test_gauges_return_to_zero_after_everything_is_aborted(make_engine: MakeEngi
     engine.scheduler.check()
 
 
-def test_an_internal_fault_is_named_in_the_error(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_fault_is_reported_in_the_error(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     request_id = engine.submit(ask())
 

@@ -1,4 +1,4 @@
-"""Answers that are found again, where the executor's decoding gives a prompt's bits: turns, sessions, ends, stores."""
+"""Cached answers, if the executor's decoding computes the bits of a prefill: turns, sessions, ends, stores."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def whole(output: RequestOutput, index: int = 0) -> tuple[int, ...]:
 
 
 def full_blocks(num_tokens: int) -> int:
-    """Tokens of full blocks, where the last token has no KV."""
+    """Number of tokens in full blocks if the last token has no KV."""
     return (num_tokens - 1) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("session", [None, "s"])
-def test_the_next_turn_finds_the_answer_too(make_engine: MakeEngine, session: str | None) -> None:
+def test_the_next_turn_hits_the_answer(make_engine: MakeEngine, session: str | None) -> None:
     engine = make_engine(STUB)
     prompt = tuple(b"once upon a time")
     found, expected = [], []
@@ -58,7 +58,7 @@ def test_the_next_turn_finds_the_answer_too(make_engine: MakeEngine, session: st
     assert found == [0, *expected[:-1]]
 
 
-def test_a_session_keeps_and_reports_the_blocks_of_its_answer(make_engine: MakeEngine) -> None:
+def test_a_session_retains_and_reports_the_blocks_of_its_answer(make_engine: MakeEngine) -> None:
     engine = make_engine(STUB)
     output = answer(engine, ask((1,) * 70, "s", 50))
     (report,) = engine.session_reports()
@@ -69,7 +69,7 @@ def test_a_session_keeps_and_reports_the_blocks_of_its_answer(make_engine: MakeE
     assert answer(engine, ask((*whole(output), 5), "s")).num_cached_tokens == full_blocks(120)
 
 
-def test_a_client_that_leaves_leaves_what_was_computed_of_its_answer(make_engine: MakeEngine) -> None:
+def test_the_computed_part_of_an_aborted_answer_is_cached(make_engine: MakeEngine) -> None:
     engine = make_engine(STUB)
     request_id = engine.submit(ask((1,) * 40, "s", 100))
     for _ in range(45):
@@ -83,15 +83,15 @@ def test_a_client_that_leaves_leaves_what_was_computed_of_its_answer(make_engine
     assert answer(engine, ask((*whole(output), 5))).num_cached_tokens == full_blocks(len(whole(output)))
 
 
-def test_of_an_answer_that_failed_nothing_is_found(make_engine: MakeEngine) -> None:
+def test_a_failed_answer_is_not_cached(make_engine: MakeEngine) -> None:
     engine = make_engine(f"{STUB}?nan_every=40")
     output = answer(engine, ask((1,) * 32, max_tokens=100))
     assert (output.completions[0].finish_reason, len(whole(output))) == (FinishReason.ERROR, 71)
     assert answer(engine, ask((*whole(output), 5))).num_cached_tokens == 32
 
 
-def test_each_sibling_leaves_its_own_answer_and_salts_stay_apart(make_engine: MakeEngine) -> None:
-    """A session comes back for the first of them."""
+def test_answers_of_siblings_are_cached_separately_by_salt(make_engine: MakeEngine) -> None:
+    """A session retains the blocks of the first sibling."""
     engine = make_engine(STUB)
     output = answer(engine, ask((1,) * 40, "s", 40, n=2, temperature=1.0, seed=3, logit_bias={7: 100.0, 8: 100.0}))
     one, two = whole(output, 0), whole(output, 1)
@@ -103,7 +103,7 @@ def test_each_sibling_leaves_its_own_answer_and_salts_stay_apart(make_engine: Ma
     assert answer(engine, salted).num_cached_tokens == 0
 
 
-def test_forced_tokens_at_the_end_have_no_kv_and_are_computed_again(make_engine: MakeEngine) -> None:
+def test_jump_forward_tokens_at_the_end_have_no_kv_and_are_recomputed(make_engine: MakeEngine) -> None:
     engine = make_engine(STUB)
     constraint = Constraint.regex("[ab]{20}cdefghijklmnop")
     output = answer(engine, ask((1,) * 3, max_tokens=100, constraint=constraint, ignore_eos=False))
@@ -112,14 +112,14 @@ def test_forced_tokens_at_the_end_have_no_kv_and_are_computed_again(make_engine:
     assert 0 < found < full_blocks(len(tokens))
 
 
-def test_prompts_of_one_token_are_found_again_where_blocks_are_so_small(make_engine: MakeEngine) -> None:
+def test_prompts_of_one_token_are_cached_with_blocks_of_one(make_engine: MakeEngine) -> None:
     engine = make_engine(f"{STUB}?block_size=1")
     output = answer(engine, ask((65,), max_tokens=4))
     assert answer(engine, ask((*whole(output), 5), max_tokens=1)).num_cached_tokens == 4
     assert answer(engine, ask((65, 66), max_tokens=1)).num_cached_tokens == 1
 
 
-def test_blocks_of_answers_go_to_host_and_disk_and_come_back(open_store: OpenStore, tmp_path: Path) -> None:
+def test_blocks_of_answers_are_stored_and_restored(open_store: OpenStore, tmp_path: Path) -> None:
     model, config = load_model(STUB, LoadOptions(EngineOptions(num_blocks=64)))
     engine = Engine(model, config, store=open_store(disk_bytes=1 << 26))
     output = answer(engine, ask((1,) * 70, "s", 50))
@@ -140,9 +140,7 @@ def test_blocks_of_answers_go_to_host_and_disk_and_come_back(open_store: OpenSto
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_turns_beside_each_other_under_pressure_say_the_same_as_without_a_cache(
-    make_engine: MakeEngine, seed: int
-) -> None:
+def test_concurrent_turns_under_pressure_equal_those_without_a_cache(make_engine: MakeEngine, seed: int) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     small = {"num_blocks": 40, "max_num_seqs": 4, "preemption": rng.choice(["swap", "recompute"])}

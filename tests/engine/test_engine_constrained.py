@@ -1,4 +1,4 @@
-"""Constrained requests in the step loop: forced tokens ride along, ends are ends, a fault stays where it happened."""
+"""Constrained requests in the step loop: jump-forward tokens, ends, and faults that affect only their request."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def answer(engine: Engine, constraint: Constraint, **params: object) -> RequestO
     return output
 
 
-def test_it_ends_where_nothing_can_follow_without_an_end_token(make_engine: MakeEngine) -> None:
+def test_an_answer_ends_without_an_end_token_if_nothing_can_follow(make_engine: MakeEngine) -> None:
     completion = answer(make_engine(), WORDS).completions[0]
     assert completion.text in ("billing", "technical", "none")
     assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, None)
     assert bytes(completion.token_ids).decode() == completion.text
 
 
-def test_it_ends_by_an_end_token_where_more_could_follow(make_engine: MakeEngine) -> None:
-    """The stub wants its own words; they are allowed, and then its end token is."""
+def test_an_answer_ends_by_an_end_token_if_more_could_follow(make_engine: MakeEngine) -> None:
+    """The stub's tokens are allowed, and then its end token is."""
     completion = answer(make_engine(), Constraint.regex(r"\[stub:alpha\] [a-z0-9= ]*")).completions[0]
     assert completion.text == "[stub:alpha] ok len=5 max=100"
     assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, END_ID)
 
 
-def test_forced_tokens_come_in_segments_and_are_published_with_the_sampled_one(make_engine: MakeEngine) -> None:
+def test_jump_forward_segments_are_published_with_the_sampled_token(make_engine: MakeEngine) -> None:
     engine = make_engine(max_forced_tokens=10)
     outputs: list[TokenOutput] = []
     params = SamplingParams(temperature=0.0, max_tokens=100, constraint=DOCUMENT)
@@ -80,7 +80,7 @@ def test_the_scheduler_receives_the_number_of_tokens_of_each_step(make_engine: M
     assert [plan.lengths[0] for plan, _, _ in seen[1:]] == counts[:-1]
 
 
-def test_with_logprobs_tokens_come_one_by_one_and_are_the_same(make_engine: MakeEngine) -> None:
+def test_with_logprobs_tokens_are_sampled_one_by_one_and_equal(make_engine: MakeEngine) -> None:
     engine = make_engine()
     together, single = answer(engine, DOCUMENT), answer(engine, DOCUMENT, logprobs=2)
     assert together.completions[0].token_ids == single.completions[0].token_ids
@@ -91,19 +91,19 @@ def test_with_logprobs_tokens_come_one_by_one_and_are_the_same(make_engine: Make
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 16, 17, 43, 44, 45])
-def test_max_tokens_cuts_inside_a_forced_segment(make_engine: MakeEngine, max_tokens: int) -> None:
+def test_max_tokens_ends_inside_a_jump_forward_segment(make_engine: MakeEngine, max_tokens: int) -> None:
     completion = answer(make_engine(), DOCUMENT, max_tokens=max_tokens).completions[0]
     assert len(completion.token_ids) == max_tokens
     assert completion.finish_reason is FinishReason.LENGTH
     assert completion.text == FIXED[:max_tokens] if max_tokens < len(FIXED) else completion.text.startswith(FIXED)
 
 
-def test_a_document_that_ends_with_its_last_token_has_stopped(make_engine: MakeEngine) -> None:
+def test_a_document_that_ends_at_max_tokens_has_stopped(make_engine: MakeEngine) -> None:
     completion = answer(make_engine(), Constraint.choice(["four"]), max_tokens=4).completions[0]
     assert (completion.text, completion.finish_reason) == ("four", FinishReason.STOP)
 
 
-def test_stop_strings_and_stop_tokens_are_found_inside_a_forced_segment(make_engine: MakeEngine) -> None:
+def test_stop_strings_and_stop_tokens_are_found_inside_a_jump_forward_segment(make_engine: MakeEngine) -> None:
     engine = make_engine()
     by_text = answer(engine, DOCUMENT, stop=("long",)).completions[0]
     assert (by_text.text, by_text.stop_reason) == ('{"status":"this is ', "long")
@@ -112,7 +112,7 @@ def test_stop_strings_and_stop_tokens_are_found_inside_a_forced_segment(make_eng
     assert (by_token.text, by_token.stop_reason) == ('{"status":"this is lon', ord("g"))
 
 
-def test_the_end_of_the_grammar_is_the_end_also_before_min_tokens_and_past_end_tokens(make_engine: MakeEngine) -> None:
+def test_the_end_of_the_grammar_ends_before_min_tokens_and_after_end_tokens(make_engine: MakeEngine) -> None:
     engine = make_engine()
     assert answer(engine, Constraint.choice(["yes"]), min_tokens=20).text == "yes"
     repeated = Constraint.regex("a{2,9}")
@@ -123,8 +123,8 @@ def test_the_end_of_the_grammar_is_the_end_also_before_min_tokens_and_past_end_t
     assert (past.text, past.finish_reason) == ("a" * 9, FinishReason.STOP)
 
 
-def test_metrics_count_forced_tokens_as_tokens(make_engine: MakeEngine) -> None:
-    """One inter-token latency per token after the first; a forced one comes at once."""
+def test_metrics_count_jump_forward_tokens(make_engine: MakeEngine) -> None:
+    """One inter-token latency per token after the first, including jump-forward tokens."""
     engine = make_engine()
     outputs = [answer(engine, DOCUMENT), answer(engine, WORDS, n=3)]
     metrics = engine.metrics()
@@ -134,14 +134,14 @@ def test_metrics_count_forced_tokens_as_tokens(make_engine: MakeEngine) -> None:
     assert metrics.histograms["time_to_first_token_seconds"].count == 4
 
 
-def test_siblings_have_grammars_of_their_own(make_engine: MakeEngine) -> None:
+def test_siblings_have_separate_grammars(make_engine: MakeEngine) -> None:
     output = answer(make_engine(), Constraint.regex("[a-z]{12}"), n=4, temperature=9.0, seed=5)
     texts = [completion.text for completion in output.completions]
     assert len(set(texts)) == 4
     assert all(len(text) == 12 for text in texts)
 
 
-def test_what_cannot_be_compiled_is_refused_at_submission(make_engine: MakeEngine) -> None:
+def test_an_invalid_constraint_is_refused_at_submission(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(InvalidParameterError, match="unclosed") as caught:
         engine.submit(GenerationRequest("hello", SamplingParams(constraint=Constraint.regex("(["))))
@@ -149,7 +149,7 @@ def test_what_cannot_be_compiled_is_refused_at_submission(make_engine: MakeEngin
     assert not engine.has_work
 
 
-def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(make_engine: MakeEngine) -> None:
+def test_a_failing_grammar_ends_only_its_request(make_engine: MakeEngine) -> None:
     engine = make_engine()
     explosive = Constraint.regex(r"(\w{1,1000}){1,1000}")
     params = [SamplingParams(temperature=9.0, seed=1, max_tokens=60, ignore_eos=True, constraint=explosive)]
@@ -168,13 +168,13 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(make_engine: Mak
     engine.scheduler.check()
 
 
-def test_a_faulty_row_fails_also_where_the_constraint_hides_the_fault(make_engine: MakeEngine) -> None:
+def test_a_faulty_row_fails_even_if_the_constraint_masks_the_fault(make_engine: MakeEngine) -> None:
     output = answer(make_engine("stub://alpha?nan_every=2"), Constraint.regex("[a-z]{9}"))
     assert "produced NaN or infinity" in str(output.error)
 
 
-def test_special_tokens_are_text_where_the_request_wants_them(make_engine: MakeEngine) -> None:
-    """An end token among them ends all the same, and its text is not the answer's."""
+def test_special_tokens_are_text_on_request(make_engine: MakeEngine) -> None:
+    """An end token among them ends the answer, and its text is not part of it."""
     engine = make_engine()
     constraint = Constraint.lark('start: "a" <|user|> "b" <|system|>? "c"*')
     params = SamplingParams(max_tokens=50, temperature=0.0, constraint=constraint, logit_bias={END_ID: 100.0})
@@ -190,7 +190,7 @@ def test_special_tokens_are_text_where_the_request_wants_them(make_engine: MakeE
 
 
 @pytest.mark.parametrize("shown", [("",), ("x",) * 65, (5,)])
-def test_specials_that_are_no_texts_are_refused(make_engine: MakeEngine, shown: tuple[str, ...]) -> None:
+def test_special_tokens_that_are_not_texts_are_refused(make_engine: MakeEngine, shown: tuple[str, ...]) -> None:
     with pytest.raises(InvalidParameterError, match="at most 64 texts") as caught:
         make_engine().submit(GenerationRequest("hello", shown_specials=shown))
     assert caught.value.param == "shown_specials"

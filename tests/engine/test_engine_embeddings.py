@@ -1,4 +1,4 @@
-"""Vectors of prompts through the real engine: right, and the same alone, batched, chunked and preempted."""
+"""Embeddings by the real engine: correct, and equal alone, batched, chunked and preempted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def vector_of(llm: LLM, pooling: Pooling, **config: object) -> npt.NDArray[np.float32]:
-    """The second text's vector, in company, under a configuration."""
+    """Vector of the second text, in a batch with others, with a configuration."""
     engine = Engine(llm.model, replace(llm.engine.config, **config))  # type: ignore[arg-type]  # fields by name
     others = [GenerationRequest(text * 3, SamplingParams(max_tokens=40, ignore_eos=True, seed=1)) for text in TEXTS]
     for other in others[:2]:
@@ -54,14 +54,14 @@ def test_a_vector_is_the_same_in_every_circumstance(llm: LLM, pooling: Pooling) 
         assert np.array_equal(alone, vector_of(llm, pooling, **config))
 
 
-def test_vectors_tell_texts_apart(llm: LLM) -> None:
+def test_different_texts_have_different_vectors(llm: LLM) -> None:
     vectors = llm.embed(TEXTS)
     assert vectors.shape == (4, 256)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-6)
     assert (vectors @ vectors.T)[0, 1] < 0.99
 
 
-async def test_an_async_program_gets_the_same(llm: LLM, tmp_path: Path) -> None:
+async def test_the_async_api_returns_the_same_vectors(llm: LLM, tmp_path: Path) -> None:
     options = LoadOptions(EngineOptions(num_blocks=64), cache_dir=tmp_path)
     async with AsyncEngine("pocket://", options) as engine:
         assert np.array_equal(await engine.embed(TEXTS[0]), llm.embed(TEXTS[0])[0])
@@ -74,7 +74,7 @@ def test_a_wrong_pooling_and_a_model_without_hidden_states_are_refused(llm: LLM)
         stub.embed("x")
 
 
-def test_a_pooled_prompt_may_fill_the_context_but_for_one_token(llm: LLM) -> None:
+def test_a_pooled_prompt_may_have_one_token_less_than_the_context(llm: LLM) -> None:
     model, config = llm.model, llm.engine.config
     longest = config.max_model_len - 1
     assert prepare(model, config, GenerationRequest((7,) * longest, pooling="mean")).max_output_tokens == 1

@@ -1,4 +1,4 @@
-"""What an engine tells those who step it themselves: outputs of each step, answers that nobody has read, counts."""
+"""Engines that are stepped by their caller: outputs of each step, unread answers, counts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def ask(prompt: str = "hello", max_tokens: int = 100, n: int = 1) -> GenerationR
     return GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens, n=n))
 
 
-def test_a_step_returns_what_it_brought_for_every_request(make_engine: MakeEngine) -> None:
-    """The same outputs that callbacks get, in the same order, and those of requests without one."""
+def test_a_step_returns_the_outputs_of_every_request(make_engine: MakeEngine) -> None:
+    """The same outputs as callbacks get, in the same order, and those of requests without a callback."""
     engine = make_engine()
     told: list[TokenOutput] = []
     asked = engine.submit(ask(max_tokens=5), told.append)
@@ -42,7 +42,7 @@ def test_a_step_returns_what_it_brought_for_every_request(make_engine: MakeEngin
     assert (empty.plan, empty.outputs) == (None, [])
 
 
-def test_a_step_returns_those_that_it_ended_without_computing(make_engine: MakeEngine, clock: ManualClock) -> None:
+def test_a_step_returns_requests_that_it_ended_without_computing(make_engine: MakeEngine, clock: ManualClock) -> None:
     engine = make_engine(max_num_queued_reqs=2)
     aborted = engine.submit(ask())
     late = engine.submit(GenerationRequest("hello", SamplingParams(), deadline_s=1.0))
@@ -62,7 +62,7 @@ def test_a_step_returns_those_that_it_ended_without_computing(make_engine: MakeE
     assert all(output.request is not None for output in ended.values())
 
 
-def test_a_step_returns_those_that_fail_with_it(make_engine: MakeEngine) -> None:
+def test_a_failing_step_returns_its_failed_requests(make_engine: MakeEngine) -> None:
     engine = make_engine("stub://alpha?fail_every=2")
     ids = [engine.submit(ask()), engine.submit(ask())]
     engine.step()
@@ -83,7 +83,7 @@ def test_finished_answers_are_drained_in_the_order_in_which_they_ended(make_engi
     assert engine.result(long) is None
 
 
-def test_counts_are_of_those_who_run_wait_and_are_open(make_engine: MakeEngine) -> None:
+def test_counts_of_running_waiting_and_open_requests(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_seqs=3)
     engine.submit(ask(n=2, max_tokens=2))
     for _ in range(3):

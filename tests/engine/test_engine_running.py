@@ -1,6 +1,6 @@
-"""`Engine.run` on a thread: it waits without turning, ends when it is told to, and leaves nobody waiting.
+"""`Engine.run` on a thread: it waits without polling, ends on request, and completes every request.
 
-The time after which it looks for work by itself is longer than any test waits, so whatever goes on here was woken.
+Its periodic check for work is longer than any test waits, so all progress in these tests comes from wake-ups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.waiting import ENDLESS_MS, HANG_S, Gate, until
 
 SLOW = "stub://alpha?step_ms=20"
 ENDLESS = SamplingParams(max_tokens=8_000, ignore_eos=True)
-"""Of the slow one, for more than two minutes."""
+"""Sampling of a slow request that runs for more than two minutes."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def make_engine(make_engine: MakeEngine) -> MakeEngine:
 
 
 class Running:
-    """An engine on a thread, and what came out of its run."""
+    """An engine on a thread, with the result of its run."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -68,7 +68,7 @@ def running(engine: Engine) -> Iterator[Running]:
 
 
 def answer_of(outputs: SimpleQueue[TokenOutput]) -> RequestOutput:
-    """The last thing that a request's callback gets."""
+    """Last output that a request's callback gets."""
     while (request := outputs.get(timeout=HANG_S).request) is None:
         pass
     return request
@@ -81,8 +81,8 @@ def ask(engine: Engine, prompt: str, params: SamplingParams | None = None, **mor
     return outputs
 
 
-def test_it_goes_on_waiting_for_work(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two requests it does nothing at all: one look, then it waits until it is woken."""
+def test_the_loop_waits_for_work(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two requests it is idle: one check, then it waits until it is woken."""
     engine = make_engine()
     num_empty = num_waits = 0
     step, wait = engine.step, engine.wait
@@ -108,8 +108,8 @@ def test_it_goes_on_waiting_for_work(make_engine: MakeEngine, monkeypatch: pytes
     assert num_waits <= 12, "it was woken by requests and by the end, and by nothing else"
 
 
-def test_requests_of_many_threads_are_answered(make_engine: MakeEngine) -> None:
-    """Whoever sees that a request is complete finds its result."""
+def test_requests_from_many_threads_are_answered(make_engine: MakeEngine) -> None:
+    """When a request is complete, its result is available."""
     engine = make_engine()
 
     def user(number: int) -> list[str]:
@@ -129,7 +129,7 @@ def test_requests_of_many_threads_are_answered(make_engine: MakeEngine) -> None:
     engine.scheduler.check()
 
 
-def test_stopping_ends_what_is_open_and_takes_no_more(make_engine: MakeEngine) -> None:
+def test_stopping_ends_open_requests_and_accepts_no_more(make_engine: MakeEngine) -> None:
     engine = make_engine(SLOW)
     with running(engine) as run:
         outputs = ask(engine, "hello", ENDLESS)
@@ -149,7 +149,7 @@ def test_stopping_ends_what_is_open_and_takes_no_more(make_engine: MakeEngine) -
     engine.scheduler.check()
 
 
-def test_stopping_during_a_step_ends_with_it(make_engine: MakeEngine, gate: Gate) -> None:
+def test_stopping_during_a_step_ends_after_it(make_engine: MakeEngine, gate: Gate) -> None:
     engine = make_engine(f"stub://alpha?step_ms={ENDLESS_MS}")
     with running(engine) as run:
         outputs = ask(engine, "hello", ENDLESS)
@@ -161,7 +161,7 @@ def test_stopping_during_a_step_ends_with_it(make_engine: MakeEngine, gate: Gate
         assert answer_of(outputs).num_output_tokens == 1
 
 
-def test_a_run_that_was_stopped_before_it_began_ends(make_engine: MakeEngine) -> None:
+def test_a_run_that_was_stopped_before_its_start_ends(make_engine: MakeEngine) -> None:
     engine = make_engine()
     outputs = ask(engine, "hello")
     engine.stop()
@@ -169,7 +169,7 @@ def test_a_run_that_was_stopped_before_it_began_ends(make_engine: MakeEngine) ->
     assert answer_of(outputs).completions[0].finish_reason is FinishReason.ABORT
 
 
-def test_a_callback_may_stop_it(make_engine: MakeEngine) -> None:
+def test_a_callback_may_stop_the_engine(make_engine: MakeEngine) -> None:
     engine = make_engine(SLOW)
     run = Running(engine)
     engine.submit(GenerationRequest("hello", ENDLESS), lambda output: engine.stop())
@@ -179,7 +179,7 @@ def test_a_callback_may_stop_it(make_engine: MakeEngine) -> None:
 
 
 def test_each_request_submitted_during_a_stop_is_rejected_or_finished(make_engine: MakeEngine) -> None:
-    """Nobody is taken and forgotten."""
+    """No request is accepted and lost."""
     for _ in range(20):
         engine = make_engine()
         taken: list[SimpleQueue[TokenOutput]] = []
@@ -237,7 +237,7 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_run(make_engine: MakeEn
         assert answer_of(ask(engine, "hello", SamplingParams(max_tokens=2))).text == "[s"
 
 
-def test_an_interrupt_out_of_a_callback_is_no_end_of_a_thread(
+def test_an_interrupt_from_a_callback_does_not_end_the_thread(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine()
@@ -251,8 +251,8 @@ def test_an_interrupt_out_of_a_callback_is_no_end_of_a_thread(
     assert "interrupted in the engine's thread" in caplog.text
 
 
-def test_on_the_main_thread_an_interrupt_comes_out(make_engine: MakeEngine) -> None:
-    """As Ctrl-C does; who else waits is told."""
+def test_an_interrupt_on_the_main_thread_is_raised(make_engine: MakeEngine) -> None:
+    """As for Ctrl-C; other waiting threads get an error."""
     engine = make_engine(SLOW)
     other = ask(engine, "hello", ENDLESS)
 
@@ -266,8 +266,8 @@ def test_on_the_main_thread_an_interrupt_comes_out(make_engine: MakeEngine) -> N
     assert engine.is_stopped
 
 
-def test_steps_have_one_thread(make_engine: MakeEngine) -> None:
-    """And one loop on it."""
+def test_steps_run_on_one_thread(make_engine: MakeEngine) -> None:
+    """Only one loop may run on that thread."""
     engine = make_engine()
     with running(engine):
         refused: SimpleQueue[UsageError] = SimpleQueue()
@@ -287,8 +287,10 @@ def test_steps_have_one_thread(make_engine: MakeEngine) -> None:
         assert answer_of(ask(engine, "hello")).text == "[stub:alpha] ok len=5 max=40"
 
 
-def test_who_waits_for_a_session_begins_as_soon_as_it_is_idle(make_engine: MakeEngine, clock: ManualClock) -> None:
-    """Though a deadline makes room after the look at who waits, and wakes nobody."""
+def test_a_request_that_waits_for_a_session_begins_when_the_session_is_idle(
+    make_engine: MakeEngine, clock: ManualClock
+) -> None:
+    """This also holds if a deadline makes room after the check, without waking the engine."""
     engine = make_engine(SLOW)
     with running(engine):
         busy = ask(engine, "hello", ENDLESS, session_id="a", max_active_sessions=1, deadline_s=5.0)

@@ -1,4 +1,4 @@
-"""What the caller's thread finds out about a request before the engine sees it: bounds are exact at both ends."""
+"""Checks of a request on the caller's thread: bounds are exact at both ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.conftest import MakeEngine
 
 
 @pytest.mark.parametrize(("token", "is_known"), [(-1, False), (0, True), (VOCAB_SIZE - 1, True), (VOCAB_SIZE, False)])
-def test_tokens_of_a_prompt_are_those_of_the_vocabulary(make_engine: MakeEngine, token: int, is_known: bool) -> None:
+def test_prompt_tokens_must_be_in_the_vocabulary(make_engine: MakeEngine, token: int, is_known: bool) -> None:
     engine = make_engine()
     request = GenerationRequest((65, token, 66))
     if is_known:
@@ -25,7 +25,7 @@ def test_tokens_of_a_prompt_are_those_of_the_vocabulary(make_engine: MakeEngine,
 @pytest.mark.parametrize(
     ("num_chars", "is_id"), [(0, False), (1, True), (MAX_SESSION_CHARS, True), (MAX_SESSION_CHARS + 1, False)]
 )
-def test_a_sessions_id_has_a_length(make_engine: MakeEngine, num_chars: int, is_id: bool) -> None:
+def test_the_length_of_a_session_id_is_limited(make_engine: MakeEngine, num_chars: int, is_id: bool) -> None:
     engine = make_engine()
     request = GenerationRequest("hello", session_id="s" * num_chars)
     if is_id:

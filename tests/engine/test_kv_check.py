@@ -1,4 +1,4 @@
-"""KV that came back is computed again, now and then: what differs is told, and nothing of its model is kept."""
+"""Restored KV is sometimes recomputed: differences are reported, and the model's stored blocks are removed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from tests.engine.kv_sessions import BLOCK, answer, ask, hashes_of, kv_of, leave
 
 
 def tiers_of(store: KVStore) -> tuple[int, int]:
-    """Blocks that were computed again, and those that were not what had been written or computed."""
+    """Number of recomputed blocks, and of those with a difference."""
     return store.tiers.num_checked[KVTierName.HOST], store.tiers.num_rejected[KVTierName.HOST]
 
 
 def come(engine: Engine, number: int) -> tuple[tuple[int, ...], int | None]:
-    """The tokens of a session's answer, and how many of its prompt came from the cache."""
+    """Tokens of a session's answer, and its number of cached prompt tokens."""
     output = answer(engine, ask(prompt(number), f"s{number}"))
     return tokens_of(output), output.num_cached_tokens
 
 
-def test_what_came_back_as_it_was_is_checked_and_kept(pocket: Pocket, open_store: OpenStore, faults: list[str]) -> None:
+def test_unchanged_restored_blocks_are_checked_and_kept(
+    pocket: Pocket, open_store: OpenStore, faults: list[str]
+) -> None:
     store = open_store(check_share=1.0)
     engine = Engine(*pocket, store=store)
     first, _ = come(engine, 0)
@@ -40,7 +42,7 @@ def test_what_came_back_as_it_was_is_checked_and_kept(pocket: Pocket, open_store
 def test_a_block_that_differs_from_the_computed_one_is_reported_and_the_models_blocks_removed(
     pocket: Pocket, open_store: OpenStore, faults: list[str]
 ) -> None:
-    """A block that was written wrong has a right checksum."""
+    """A block that was written with wrong contents has a correct checksum."""
     store = open_store(check_share=1.0)
     engine = Engine(*pocket, store=store)
     first, _ = come(engine, 0)

@@ -1,4 +1,4 @@
-"""Files of KV blocks: what comes back is what was written, or nothing, whatever happened to the files."""
+"""Files of KV blocks: a block is read as it was written, or not at all, even if files are damaged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def paths(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.kv"))
 
 
-def test_blocks_come_back_also_to_another_process(tmp_path: Path) -> None:
+def test_blocks_can_be_restored_by_another_process(tmp_path: Path) -> None:
     filled(tmp_path, 3).close()
     files = BlockFiles(tmp_path, 1 << 20)
     for number in range(3):
@@ -77,7 +77,7 @@ def test_only_the_owner_may_read_them(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_a_miss(tmp_path: Path) -> None:
-    """A thousand random places, of header and content alike."""
+    """A thousand random positions in headers and contents."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
@@ -120,7 +120,7 @@ def test_swapped_files_are_misses(tmp_path: Path) -> None:
             read(files, key_of(number))
 
 
-def test_blocks_of_another_environment_under_this_one_s_name_are_misses(tmp_path: Path) -> None:
+def test_renamed_blocks_of_another_environment_are_misses(tmp_path: Path) -> None:
     filled(tmp_path, 1).close()
     (tmp_path / ENVIRONMENT.hex()).rename(tmp_path / (b"f" * 16).hex())
     files = BlockFiles(tmp_path, 1 << 20)
@@ -128,14 +128,14 @@ def test_blocks_of_another_environment_under_this_one_s_name_are_misses(tmp_path
         read(files, key_of(0, b"f" * 16))
 
 
-def test_a_file_that_is_gone_is_a_miss(tmp_path: Path) -> None:
+def test_a_removed_file_is_a_miss(tmp_path: Path) -> None:
     files = filled(tmp_path, 1)
     paths(tmp_path)[0].unlink()
     with pytest.raises(BlockError, match="No such file"):
         read(files, key_of(0))
 
 
-def test_what_else_lies_in_the_folder_stays_but_for_unfinished_blocks(tmp_path: Path) -> None:
+def test_foreign_files_stay_and_unfinished_blocks_are_removed(tmp_path: Path) -> None:
     filled(tmp_path, 1).close()
     [path] = paths(tmp_path)
     unfinished, foreign = path.with_suffix(".part"), tmp_path / "notes.txt"
@@ -155,13 +155,13 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
     BlockFiles(tmp_path, 1 << 20).close()
 
 
-def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"file/kv: KV blocks cannot be stored there: Not a directory"):
         BlockFiles(tmp_path / "file" / "kv", 1 << 20)
 
 
-def test_the_least_recently_used_of_the_worst_class_goes_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_block_of_the_lowest_priority_is_evicted_first(tmp_path: Path) -> None:
     files = BlockFiles(tmp_path, 4 * PAGES)
     for number, class_ in enumerate((0, 1, 1, -2)):
         assert files.write(key_of(number), content_of(number), class_)
@@ -203,7 +203,7 @@ def test_the_budget_is_never_exceeded(
 
 
 def test_a_full_disk_loses_the_block_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A limit on the size of files stands for it: the write ends in the middle."""
+    """A limit on the size of files simulates it: the write fails in the middle."""
     files = filled(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -220,8 +220,9 @@ def test_a_full_disk_loses_the_block_and_nothing_else(tmp_path: Path, caplog: py
     assert files.write(key_of(1), content_of(1), 0)
 
 
-def test_a_full_disk_is_a_cache_of_its_size_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A disk of 20 blocks, and a budget of more: the least recently used block gives way, as within a budget."""
+def test_a_full_disk_evicts_blocks_and_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk with room for 20 blocks and a larger budget: the least recently used block is evicted, as within a
+    budget."""
     caplog.set_level(logging.INFO)
     num_free = 20
 
@@ -246,7 +247,7 @@ def test_a_full_disk_is_a_cache_of_its_size_and_one_warning(tmp_path: Path, capl
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-def test_a_real_full_disk_keeps_what_fits_and_counts_nothing_else(
+def test_a_real_full_disk_keeps_and_counts_the_blocks_that_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with mounted(tmp_path / "disk", "400k") as disk:
@@ -278,7 +279,7 @@ for number in itertools.count():
 """
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks(tmp_path: Path) -> None:
+def test_a_process_killed_while_writing_leaves_whole_blocks(tmp_path: Path) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
@@ -347,7 +348,8 @@ for n in itertools.count():
 
 
 def test_a_process_may_die_at_every_call_of_a_save(tmp_path: Path) -> None:
-    """At the n-th call that opens, writes, names or removes a file, for each n; of a write, half is there."""
+    """The process dies at the n-th call that opens, writes, names or removes a file, for each n; half of a write is
+    done."""
     command = [sys.executable, "-c", DYING_WRITER, str(tmp_path)]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
     left = sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))
@@ -384,10 +386,8 @@ def test_host_folders_of_dead_servers_are_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_whose_new_folder_is_taken_for_one_that_was_left_makes_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two start at one moment: one looks for what was left between the other's folder and its lock."""
+def test_a_server_whose_new_folder_is_removed_creates_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers start at once: one looks for old folders between the other's creation of its folder and its lock."""
     claimed: list[kv_files.HostFolder] = []
     paths_to_lock: list[Path] = []
     lock = owned_folders.lock_file
@@ -406,8 +406,8 @@ def test_a_server_whose_new_folder_is_taken_for_one_that_was_left_makes_another(
         folder.remove()
 
 
-def test_a_link_that_looks_like_a_folder_of_a_dead_server_is_left_alone(tmp_path: Path) -> None:
-    """Everybody may write to shared memory: what somebody else put there must not lead us elsewhere."""
+def test_a_link_named_like_a_folder_of_a_dead_server_is_ignored(tmp_path: Path) -> None:
+    """Every user may write to shared memory, so a link there must not redirect the store."""
     shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
     shared.mkdir()
     elsewhere.mkdir()
@@ -416,7 +416,7 @@ def test_a_link_that_looks_like_a_folder_of_a_dead_server_is_left_alone(tmp_path
     assert not list(elsewhere.iterdir())
 
 
-def test_a_folder_among_the_blocks_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_among_the_blocks_is_ignored(tmp_path: Path) -> None:
     filled(tmp_path, 1).close()
     [path] = paths(tmp_path)
     (path.parent / "somebody's").mkdir()
@@ -425,7 +425,7 @@ def test_a_folder_among_the_blocks_is_left_alone(tmp_path: Path) -> None:
     files.close()
 
 
-def test_a_folder_that_could_not_be_read_can_be_had_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_can_be_opened_after_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def scan(self: BlockFiles) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -436,8 +436,8 @@ def test_a_folder_that_could_not_be_read_can_be_had_again(tmp_path: Path, monkey
     BlockFiles(tmp_path, 1 << 20).close()
 
 
-def test_no_more_is_kept_in_host_memory_than_was_free_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers often have 64 MiB of shared memory, whatever the machine has."""
+def test_host_memory_is_limited_to_the_free_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers often have 64 MiB of shared memory, independent of the machine's memory."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(total=64 << 20, free=60 << 20))
     folder = claim_host_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""Records of sessions: whatever lies in their folder, a store opens and knows what it can know."""
+"""Session records: a store opens with any files in their folder, and reads the valid ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def names(records: SessionRecords) -> list[str]:
     return [record.session_id for record in records.of(ENVIRONMENT)]
 
 
-def test_they_are_there_after_a_restart(tier: BlockFiles) -> None:
+def test_records_survive_a_restart(tier: BlockFiles) -> None:
     written(tier, 3)
     assert sorted(names(SessionRecords(tier))) == ["s0", "s1", "s2"]
 
 
-def test_whatever_else_lies_there_is_removed_or_left_alone(tier: BlockFiles) -> None:
+def test_other_files_in_the_folder_are_removed_or_ignored(tier: BlockFiles) -> None:
     written(tier, 1)
     folder = tier.folder / "sessions"
     [record] = folder.iterdir()
@@ -49,7 +49,7 @@ def test_whatever_else_lies_there_is_removed_or_left_alone(tier: BlockFiles) -> 
     assert {path.name for path in folder.iterdir()} == {record.name, "a folder"}
 
 
-def test_a_folder_that_cannot_be_made_costs_the_records_and_not_the_store(
+def test_a_store_works_without_records_if_their_folder_cannot_be_created(
     tier: BlockFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tier.folder / "sessions").write_bytes(b"somebody's file")
@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_made_costs_the_records_and_not_the_store(
     assert names(records) == ["s"]
 
 
-def test_no_more_are_read_than_may_be_remembered(tier: BlockFiles) -> None:
+def test_the_number_of_records_read_is_limited(tier: BlockFiles) -> None:
     written(tier, 5)
     records = SessionRecords(tier, max_records=2)
     assert len(names(records)) == len(list((tier.folder / "sessions").iterdir())) == 2

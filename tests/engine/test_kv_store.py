@@ -1,4 +1,4 @@
-"""The KV store's thread and those who ask it: nobody waits for ever, nothing is taken for what it is not."""
+"""The KV store's thread and its callers: no caller waits forever, and no wrong block is returned."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def present(store: KVStore, count: int, environment: bytes = ENVIRONMENT) -> set
 # -- between two threads ----------------------------------------------------------------------------------------------
 
 
-def test_what_comes_after_a_load_was_cancelled_is_never_taken_for_the_block_that_is_missing() -> None:
-    """An engine gives up while the store's thread reads a block: what was read is the content of a later place."""
+def test_blocks_read_after_a_cancelled_load_are_ignored() -> None:
+    """An engine cancels while the store's thread reads a block: that content belongs to a later index."""
     load = ChainLoad(ENVIRONMENT, [hash_of(number) for number in range(4)], SIZE, nothing, 4 * SIZE)
     for number in range(2):
         load.put(content_of(number))
@@ -69,8 +69,8 @@ def test_what_comes_after_a_load_was_cancelled_is_never_taken_for_the_block_that
     assert load.take(SIZE) == []
 
 
-def test_bytes_that_wait_to_be_written_are_counted_right_by_many_threads(open_store: OpenStore) -> None:
-    """Else saving would end for good one day, or have no bound."""
+def test_pending_bytes_are_counted_correctly_by_many_threads(open_store: OpenStore) -> None:
+    """Otherwise saving would stop permanently, or would be unbounded."""
     store = open_store(host_bytes=1)
 
     def save_many() -> None:
@@ -108,7 +108,7 @@ def test_closing_the_store_ends_waiting_loads(open_store: OpenStore) -> None:
     assert store.load(ENVIRONMENT, [hash_of(0)], SIZE, nothing).is_done, "and who comes then waits for nothing"
 
 
-def test_a_defect_in_the_store_s_thread_ends_the_load_and_not_the_store(
+def test_an_error_in_the_stores_thread_ends_the_load_and_not_the_store(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
@@ -123,7 +123,7 @@ def test_a_defect_in_the_store_s_thread_ends_the_load_and_not_the_store(
     assert len(load.take(SIZE)) == 1
 
 
-def test_who_could_not_save_is_woken_by_what_others_wrote(open_store: OpenStore) -> None:
+def test_an_engine_with_unsaved_blocks_is_woken_when_others_are_written(open_store: OpenStore) -> None:
     may_write, woken = threading.Event(), threading.Event()
     hanging = WatchedSystem(lambda call, path: call != "open" or may_write.wait())
     store = open_store(system=hanging, max_saving_bytes=SIZE)
@@ -141,8 +141,8 @@ def test_who_could_not_save_is_woken_by_what_others_wrote(open_store: OpenStore)
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_cannot_have_one_folder_keeps_none(open_store: OpenStore, tmp_path: Path) -> None:
-    """Else a second attempt would find its own lock on the other one, for as long as the process lives."""
+def test_a_store_that_fails_to_open_a_folder_releases_the_others(open_store: OpenStore, tmp_path: Path) -> None:
+    """Otherwise a second attempt would find its own lock on the other folder for the rest of the process."""
     elsewhere = BlockFiles(tmp_path / "disk", 1 << 20)
     with pytest.raises(UsageError, match="another process"):
         open_store(disk_bytes=1 << 20)
@@ -154,7 +154,7 @@ def test_a_store_that_cannot_have_one_folder_keeps_none(open_store: OpenStore, t
 
 
 def test_blocks_unused_since_the_start_are_evicted_first(open_store: OpenStore) -> None:
-    """A disk full of an artifact's blocks that is served no more must not keep a low model from keeping its own."""
+    """Blocks of an artifact that is no longer served must not prevent a model of low priority from storing blocks."""
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3, environment=OTHER)
     store = open_store(host_bytes=4 * PAGES)
@@ -165,7 +165,7 @@ def test_blocks_unused_since_the_start_are_evicted_first(open_store: OpenStore) 
     assert len(present(store, 4, OTHER)) == 2
 
 
-def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_store: OpenStore) -> None:
+def test_blocks_of_an_earlier_process_get_their_engines_priority(open_store: OpenStore) -> None:
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3, environment=OTHER)
     store = open_store(host_bytes=4 * PAGES)
@@ -179,10 +179,10 @@ def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_
 # -- what nobody will come back for -----------------------------------------------------------------------------------
 
 
-def test_what_a_session_came_back_for_before_is_removed_and_so_is_what_a_forgotten_one_did(
+def test_blocks_of_earlier_requests_and_of_forgotten_sessions_are_removed(
     open_store: OpenStore, tmp_path: Path
 ) -> None:
-    """Else its client could end it, and there would be blocks of it that no command removes."""
+    """Otherwise, after its client ended it, blocks would remain that no command removes."""
 
     def come(session: str, *numbers: int) -> set[int]:
         save(store, *numbers)
@@ -203,8 +203,8 @@ def test_what_a_session_came_back_for_before_is_removed_and_so_is_what_a_forgott
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_stays_that_a_session_wants_by_the_time_at_which_it_would_be_removed(open_store: OpenStore) -> None:
-    """One session ends and another begins to want its blocks while the store's thread is busy with something else."""
+def test_a_block_that_a_session_needs_before_its_removal_stays(open_store: OpenStore) -> None:
+    """One session ends and another begins to need its blocks while the store's thread is busy."""
     store = open_store()
     save(store, 0, 1)
     store.remember(SessionRecord("m", "first", ENVIRONMENT, (hash_of(0), hash_of(1)), 0.0))
@@ -241,8 +241,8 @@ def test_records_count_against_the_budget_of_their_tier(open_store: OpenStore, t
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_no_session_leaves_anything_behind(count: int, open_store: OpenStore, tmp_path: Path) -> None:
-    """Each comes, is answered twice and ends."""
+def test_ended_sessions_leave_nothing(count: int, open_store: OpenStore, tmp_path: Path) -> None:
+    """Each session starts, has two requests and ends."""
     store = open_store(host_bytes=1 << 24, disk_bytes=1 << 24)
     for number in range(count):
         save(store, number % 50)
@@ -258,10 +258,10 @@ def test_no_session_leaves_anything_behind(count: int, open_store: OpenStore, tm
     assert {figures.num_bytes for figures in store.tiers.stats().values()} == {0}
 
 
-def test_a_folder_that_does_not_answer_costs_notes_and_no_memory(
+def test_a_hanging_folder_loses_records_and_uses_bounded_memory(
     open_store: OpenStore, faults: list[str], tmp_path: Path
 ) -> None:
-    """A disk that hangs: what waits to be written there is bounded, and the newest is written when it answers."""
+    """A hanging disk: pending writes are bounded, and the newest is written when the disk answers."""
     may_write = threading.Event()
     hanging = WatchedSystem(lambda call, path: call != "open" or may_write.wait())
     store = open_store(system=hanging, max_unwritten_records=20)
@@ -283,8 +283,10 @@ def test_a_folder_that_does_not_answer_costs_notes_and_no_memory(
     assert known == {str(number) for number in range(60, 80)}
 
 
-def test_tiers_come_with_their_budgets_and_go_empty(open_store: OpenStore, tmp_path: Path, faults: list[str]) -> None:
-    """What sessions come back for is noted in the slowest tier from then on, beside what lies there from before."""
+def test_tiers_are_added_with_budgets_and_removed_empty(
+    open_store: OpenStore, tmp_path: Path, faults: list[str]
+) -> None:
+    """Session records are then written to the slowest tier, beside the records that it already has."""
     save_and_note(open_store(0, 1 << 20), 9)
     store = open_store(0, 0)
     options = store.options
@@ -309,7 +311,7 @@ def test_tiers_come_with_their_budgets_and_go_empty(open_store: OpenStore, tmp_p
     assert known == {"0", "1", "2", "9"}
 
 
-def test_a_tier_that_cannot_be_added_later_is_reported_and_the_others_work(
+def test_a_tier_that_cannot_be_added_is_reported_and_the_others_work(
     open_store: OpenStore, tmp_path: Path, faults: list[str]
 ) -> None:
     elsewhere = BlockFiles(tmp_path / "disk", 1 << 20)

@@ -1,4 +1,4 @@
-"""What sessions come back for leaves the device and returns: the same bytes as if it had never left, or computed again.
+"""Blocks of sessions are stored and restored with equal bytes, or recomputed.
 
 The model is the embedded one, whose answers depend on every bit of its KV.
 """
@@ -27,7 +27,7 @@ from tests.systems import WatchedSystem
 from tests.waiting import until
 
 
-def test_a_session_that_left_the_device_comes_back_bit_by_bit(pocket: Pocket, open_store: OpenStore) -> None:
+def test_an_evicted_session_is_restored_bit_by_bit(pocket: Pocket, open_store: OpenStore) -> None:
     engine = Engine(*pocket, store=open_store())
     first = answer(engine, ask(prompt(1), "s"))
     assert first.num_cached_tokens == 0
@@ -46,7 +46,7 @@ def test_a_session_that_left_the_device_comes_back_bit_by_bit(pocket: Pocket, op
     engine.scheduler.check()
 
 
-def test_it_comes_back_from_disk_where_host_memory_is_gone(
+def test_a_session_is_restored_from_disk_without_host_memory(
     pocket: Pocket, open_store: OpenStore, tmp_path: Path
 ) -> None:
     first = answer(Engine(*pocket, store=open_store(disk_bytes=1 << 26)), ask(prompt(1), "s"))
@@ -63,7 +63,7 @@ def test_it_comes_back_from_disk_where_host_memory_is_gone(
 
 
 def test_blocks_are_copied_while_the_session_is_on_the_device(pocket: Pocket, open_store: OpenStore) -> None:
-    """So that a worker that is killed loses nothing of an idle session."""
+    """A killed worker therefore loses nothing of an idle session."""
     store = open_store()
     engine = Engine(*pocket, store=store)
     answer(engine, ask(prompt(1), "s"))
@@ -93,7 +93,7 @@ def test_a_damaged_block_cuts_the_chain_and_the_rest_is_computed(
     assert answer(engine, ask(prompt(1), "s")).num_cached_tokens == 4 * BLOCK, "computed again, it was kept again"
 
 
-def test_another_environment_finds_nothing_and_warns_once(
+def test_another_environment_has_no_hits_and_warns_once(
     pocket: Pocket, open_store: OpenStore, faults: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
@@ -120,7 +120,7 @@ def test_another_environment_finds_nothing_and_warns_once(
     assert " 1 sessions of 'm' belongs " in faults[1], "two came back and are known here"
 
 
-def test_requests_without_a_session_find_what_sessions_left(pocket: Pocket, open_store: OpenStore) -> None:
+def test_requests_without_a_session_hit_blocks_of_sessions(pocket: Pocket, open_store: OpenStore) -> None:
     engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1), "s"))
     leave(engine)
@@ -130,7 +130,7 @@ def test_requests_without_a_session_find_what_sessions_left(pocket: Pocket, open
 def test_ending_a_session_removes_every_block_that_no_other_session_shares(
     pocket: Pocket, open_store: OpenStore, tmp_path: Path
 ) -> None:
-    """Also where its blocks were not written yet, or were swept before."""
+    """Also if its blocks were not written yet, or were evicted before."""
     store = open_store(disk_bytes=1 << 26)
     engine = Engine(*pocket, store=store)
     answer(engine, ask(prompt(1), "s"))
@@ -147,7 +147,7 @@ def test_ending_a_session_removes_every_block_that_no_other_session_shares(
     assert not list((tmp_path / "disk" / "sessions").iterdir())
 
 
-def test_a_request_that_ends_while_it_waits_for_blocks_takes_none(pocket: Pocket, open_store: OpenStore) -> None:
+def test_a_request_that_ends_while_it_waits_for_blocks_uses_none(pocket: Pocket, open_store: OpenStore) -> None:
     engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1), "s"))
     leave(engine)
@@ -163,7 +163,7 @@ def test_a_request_that_ends_while_it_waits_for_blocks_takes_none(pocket: Pocket
     engine.scheduler.check()
 
 
-def test_a_stream_goes_on_while_blocks_come_back(pocket: Pocket, open_store: OpenStore) -> None:
+def test_a_stream_continues_while_blocks_are_loaded(pocket: Pocket, open_store: OpenStore) -> None:
     engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1, 1900), "s"))
     leave(engine)
@@ -179,7 +179,7 @@ def test_a_stream_goes_on_while_blocks_come_back(pocket: Pocket, open_store: Ope
     assert restored.num_cached_tokens == 1898 // BLOCK * BLOCK
 
 
-def test_where_the_device_has_no_room_the_rest_is_computed(open_store: OpenStore) -> None:
+def test_blocks_without_room_on_the_device_are_recomputed(open_store: OpenStore) -> None:
     model, config = load_model("pocket://", LoadOptions(EngineOptions(num_blocks=12, max_model_len=320)))
     engine = Engine(model, config, store=open_store())
     answer(engine, ask(prompt(1, 290), "s"))
@@ -197,8 +197,8 @@ def test_where_the_device_has_no_room_the_rest_is_computed(open_store: OpenStore
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.slow)])
-def test_restored_sessions_answer_as_recomputed_ones(count: int, pocket: Pocket, open_store: OpenStore) -> None:
-    """In each round of a few sessions everybody leaves the device, and comes back beside others."""
+def test_restored_sessions_answer_like_recomputed_ones(count: int, pocket: Pocket, open_store: OpenStore) -> None:
+    """In each round all of a few sessions are evicted from the device and restored while others run."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
@@ -223,7 +223,7 @@ def test_restored_sessions_answer_as_recomputed_ones(count: int, pocket: Pocket,
     assert not kv_of(engine).store.tiers.num_rejected
 
 
-def test_saving_waits_where_the_store_is_behind(pocket: Pocket, open_store: OpenStore) -> None:
+def test_saving_waits_if_the_store_is_behind(pocket: Pocket, open_store: OpenStore) -> None:
     store = open_store()
     engine = Engine(*pocket, store=store)
     usual, store.options = store.options, structs.replace(store.options, max_saving_bytes=0)
@@ -235,10 +235,10 @@ def test_saving_waits_where_the_store_is_behind(pocket: Pocket, open_store: Open
     assert store.tiers.stats()[KVTierName.HOST].num_blocks == 4
 
 
-def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
+def test_many_evicted_blocks_are_copied_within_the_stores_bound(
     pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica that is unloaded with a full pool neither holds the step loop for long nor doubles its memory."""
+    """Unloading a replica with a full pool neither blocks the step loop for long nor doubles its memory."""
     may_write = threading.Event()
     store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
     engine = Engine(*pocket, store=store)
@@ -256,7 +256,7 @@ def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
     assert store.find(environment_of(engine.model), hashes) == kept
 
 
-def test_an_engine_that_is_abandoned_wants_nothing_more(pocket: Pocket, open_store: OpenStore) -> None:
+def test_an_abandoned_engine_cancels_its_loads(pocket: Pocket, open_store: OpenStore) -> None:
     engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1), "s"))
     leave(engine)
@@ -270,7 +270,7 @@ def test_an_engine_that_is_abandoned_wants_nothing_more(pocket: Pocket, open_sto
 
 
 def test_the_number_of_stored_tokens_excludes_removed_blocks(pocket: Pocket, open_store: OpenStore) -> None:
-    """Blocks may have been given up since the session's last request."""
+    """Blocks may have been evicted since the session's last request."""
     engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1), "s"))
     store = kv_of(engine).store

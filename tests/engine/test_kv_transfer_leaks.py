@@ -1,4 +1,4 @@
-"""Sessions by the thousand that come, leave the device, come back and go: nothing of them stays in this process."""
+"""Thousands of sessions that start, are stored, restored and ended leave nothing in this process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.engine.kv_sessions import answer, ask, kv_of, leave
 
 
 class Footprint(NamedTuple):
-    """Everything of this process that a leak would add to."""
+    """Measures of this process to which a leak would add."""
 
     num_bytes: int
-    """Of objects that our code has made."""
+    """Bytes of objects that Lockstep's code created."""
     num_files: int
     num_threads: int
 
@@ -37,10 +37,10 @@ class Footprint(NamedTuple):
 
 
 @pytest.mark.parametrize(("count", "most"), [(200, 16), pytest.param(10_000, 1000, marks=pytest.mark.slow)])
-def test_sessions_that_come_and_go_leave_nothing(
+def test_ended_sessions_leave_no_memory(
     count: int, most: int, open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each comes, leaves the device and comes back; every other one is ended, and of the rest the oldest are forgotten.
+    """Each session is evicted and restored; every other one is ended, and of the rest the oldest are forgotten.
 
     Memory is compared when as many are known as may be: from then on, it grows by less than any object for each.
     """

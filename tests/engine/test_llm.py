@@ -1,4 +1,4 @@
-"""The Python API as a user types it."""
+"""The Python API as a user calls it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_one_prompt_or_several_text_or_ids() -> None:
     assert [output.text for output in outputs] == ["[stub:alpha] ok len=1 max=40", "[st"]
 
 
-def test_more_prompts_than_the_queue_holds_are_answered_in_order() -> None:
+def test_more_prompts_than_queue_places_are_answered_in_order() -> None:
     tight = LoadOptions(EngineOptions(num_blocks=256, max_num_queued_reqs=5, max_num_seqs=3))
     with LLM("stub://alpha", tight) as llm:
         outputs = llm.generate(["x" * length for length in range(1, 60)], replace(SHORT, n=2))
@@ -40,7 +40,7 @@ def test_chat_takes_one_conversation_or_several() -> None:
         assert [output.text for output in llm.chat([hello, hello], SHORT)] == ["[stub:alpha] ok len=5 max=40"] * 2
 
 
-def test_a_refused_prompt_leaves_nothing_behind() -> None:
+def test_a_refused_prompt_leaves_nothing() -> None:
     with LLM("stub://alpha", OPTIONS) as llm:
         with pytest.raises(InvalidParameterError):
             llm.generate(["fine", ""], SHORT)
@@ -50,7 +50,7 @@ def test_a_refused_prompt_leaves_nothing_behind() -> None:
         assert llm.generate("abc", SHORT)[0].text == "[stub:alpha] ok len=3 max=40"
 
 
-def test_what_ended_a_request_is_raised() -> None:
+def test_the_error_that_ended_a_request_is_raised() -> None:
     with LLM("stub://alpha?fail_every=3", OPTIONS) as llm, pytest.raises(ExecutorError, match="fail_every"):
         llm.generate("abc", SHORT)
 
@@ -69,7 +69,7 @@ async def _idle(engine: AsyncEngine) -> None:
 
 
 async def _endless(engine: AsyncEngine) -> asyncio.Task[RequestOutput]:
-    """A request that is being computed, for at least a minute."""
+    """A request that runs for at least a minute."""
     task = asyncio.create_task(engine.generate("abc", SamplingParams(max_tokens=3000, ignore_eos=True)))
     await eventually(lambda: engine.metrics().gauges["num_requests_running"] > 0)
     return task
@@ -106,7 +106,7 @@ async def test_closing_ends_open_streams_with_abort() -> None:
         engine.submit(GenerationRequest("abc"))
 
 
-async def test_a_stream_raises_what_ended_it() -> None:
+async def test_a_stream_raises_the_error_that_ended_it() -> None:
     async with AsyncEngine("stub://alpha?fail_every=3", OPTIONS) as engine:
         with pytest.raises(ExecutorError, match="fail_every"):
             async for _ in engine.stream("abc", SHORT):

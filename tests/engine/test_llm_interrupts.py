@@ -1,4 +1,4 @@
-"""Interrupts, wherever they come: the call ends, its requests are gone, and the model goes on as ever."""
+"""Interrupts at any point: the call ends, its requests are removed, and the model remains usable."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def holds_nothing(engine: Engine) -> None:
 
 
 def is_usable(llm: LLM) -> None:
-    """Nothing is left of what was interrupted, and the next calls are answered as ever."""
+    """Check that nothing remains of the interrupted call, and that the next calls work."""
     holds_nothing(llm.engine)
     assert llm.generate("abc", SHORT)[0].text == "[stub:alpha] ok len=3 max=40"
     holds_nothing(llm.engine)
 
 
 def step_until(engine: Engine, is_over: Callable[[], bool], kind: type[BaseException]) -> int:
-    """Step; returns how often an interrupt came out."""
+    """Step until done; returns the number of interrupts that were raised."""
     interrupts = 0
     while not is_over():
         try:
@@ -69,7 +69,7 @@ def step_until(engine: Engine, is_over: Callable[[], bool], kind: type[BaseExcep
 
 @pytest.mark.parametrize("error", INTERRUPTS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", ["execute", "sample", "accept"])
-def test_whatever_a_step_raises_fails_it_and_the_engine_goes_on(
+def test_any_exception_fails_its_step_and_the_engine_continues(
     error: BaseException, place: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -101,10 +101,10 @@ def test_whatever_a_step_raises_fails_it_and_the_engine_goes_on(
     assert output.text == "[stub:alpha] ok len=5 max=40"
 
 
-def test_a_step_that_failed_after_an_end_was_seen_ends_all_of_its_requests(
+def test_a_step_that_fails_after_a_stop_ends_all_of_its_requests(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two in one step, the first meets its stop token, and then the second's text breaks."""
+    """Of two requests in one step, the first meets its stop token, and then the second's text fails."""
     engine = make_engine()
     ids = [engine.submit(GenerationRequest("hello", SamplingParams(stop_token_ids=(ord("["),))))]
     ids.append(engine.submit(GenerationRequest("hello", LONG)))
@@ -118,7 +118,7 @@ def test_a_step_that_failed_after_an_end_was_seen_ends_all_of_its_requests(
 
 
 @pytest.mark.parametrize("who", ["callback", "observer"])
-def test_an_interrupt_of_a_callers_code_comes_out_when_the_step_is_over(who: str, make_engine: MakeEngine) -> None:
+def test_an_interrupt_in_a_callback_is_raised_after_the_step(who: str, make_engine: MakeEngine) -> None:
     calls: list[object] = []
 
     def leave(*args: object) -> None:
@@ -141,7 +141,7 @@ def test_an_interrupt_of_a_callers_code_comes_out_when_the_step_is_over(who: str
     holds_nothing(engine)
 
 
-def test_an_interrupt_out_of_the_executor_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_executor_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM("stub://alpha", OPTIONS) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(llm.model.executor, "execute", raising(KeyboardInterrupt()))
@@ -164,7 +164,7 @@ async def test_an_interrupt_in_the_engines_thread_ends_its_requests_only(monkeyp
 
 
 def interrupted_at(place: int, call: Callable[[], object]) -> int:
-    """Call, with a KeyboardInterrupt after so many instructions of this thread; returns how many there were.
+    """Call with a KeyboardInterrupt after a number of this thread's instructions; returns their total number.
 
     Without the garbage collector, whose callbacks are others' instructions: an interrupt there is raised to nobody.
     """
@@ -191,7 +191,7 @@ def interrupted_at(place: int, call: Callable[[], object]) -> int:
 
 
 def interrupted_everywhere(call: Callable[[], object], is_whole: Callable[[], object], num_places: int) -> None:
-    """Interrupt a call at instructions that are spread over it, most of them where it begins, waits and ends."""
+    """Interrupt a call at many instructions, mostly where it begins, waits and ends."""
     total = interrupted_at(0, call)
     spread = {*range(1, total, max(1, total // num_places)), *range(total - num_places, total)}
     for place in sorted(spread):
@@ -215,12 +215,12 @@ CALLS: dict[str, Callable[[LLM], object]] = {
 
 @pytest.mark.parametrize("num_places", [30, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("call", CALLS)
-def test_an_interrupt_at_any_instruction_of_a_call_leaves_the_model_whole(call: str, num_places: int) -> None:
+def test_an_interrupt_at_any_instruction_leaves_the_model_usable(call: str, num_places: int) -> None:
     with LLM("stub://alpha", OPTIONS) as llm:
         interrupted_everywhere(lambda: CALLS[call](llm), lambda: is_usable(llm), num_places)
 
 
-def test_closing_can_be_interrupted_anywhere_and_done_again() -> None:
+def test_an_interrupted_close_can_be_repeated() -> None:
     before = threading.active_count()
 
     def close_one() -> None:
@@ -269,7 +269,7 @@ def test_a_load_that_is_interrupted_leaves_no_thread_and_no_file(tmp_path: Path)
 
 
 class Interrupter:
-    """Sends the main thread SIGINT after a while; one that comes too late is nobody's.
+    """Sends SIGINT to the main thread after a delay; one that is too late is ignored.
 
     Not the process: the system would choose a thread, and one that sleeps might take it when the handler is gone.
     """

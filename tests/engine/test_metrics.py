@@ -1,4 +1,4 @@
-"""Histograms count as Prometheus does; durations are those of the engine's clock."""
+"""Histograms count like Prometheus; durations are those of the engine's clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_all_bounds_ascend() -> None:
     assert all(list(bounds) == sorted(set(bounds)) for bounds in HISTOGRAMS.values())
 
 
-def test_a_finished_sequence_is_observed_as_far_as_it_got() -> None:
+def test_a_finished_sequence_is_observed_up_to_its_last_phase() -> None:
     metrics = EngineMetrics()
     metrics.observe_finished(SequenceSpan(10.0, 11.0, 13.0, 17.0, 5, 3, 2, 8), FinishReason.STOP, 17.0)
     metrics.observe_finished(SequenceSpan(10.0, None, None, 0.0, 5, 0, 0, 8), FinishReason.ABORT, 12.0)
@@ -67,7 +67,7 @@ def test_prompt_tokens_have_one_of_two_sources(make_engine: MakeEngine) -> None:
     assert (computed.count, computed.sum) == (2, 104)
 
 
-def test_a_recomputed_prompt_is_no_cache_hit(make_engine: MakeEngine) -> None:
+def test_a_recomputed_prompt_is_not_a_cache_hit(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=16, preemption="recompute")
     for index in range(12):
         submit(engine, f"{index:02}" + "x" * 58, max_tokens=40)
@@ -90,7 +90,7 @@ def test_request_parameters_are_counted_once_per_request(make_engine: MakeEngine
     assert sums["inter_token_latency_seconds"][0] == 3 * 6 + 1
 
 
-def test_who_waits_does_so_for_one_of_two_reasons(make_engine: MakeEngine) -> None:
+def test_waiting_requests_have_one_of_two_reasons(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_seqs=1)
     ids = [submit(engine, "hello") for _ in range(3)]
     assert by_label(engine.metrics(), "num_requests_waiting_by_reason") == ("reason", {"capacity": 0, "deferred": 3})

@@ -1,4 +1,5 @@
-"""Blocks from bytes, limits from the model, policy from the user; what cannot work is refused by name."""
+"""The number of blocks follows from bytes, limits from the model, the policy from the user; invalid ones are
+refused."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ GEOMETRY = Geometry(block_size=32, bytes_per_block=1000, num_layers=2, max_model
 PLENTY = 10**12
 
 
-def test_by_default_the_pool_holds_all_contexts_or_its_share_of_memory() -> None:
+def test_the_default_pool_has_all_contexts_or_its_share_of_memory() -> None:
     assert plan_config(EngineOptions(), GEOMETRY, PLENTY).num_blocks == 64 * 10
     scarce = plan_config(EngineOptions(), GEOMETRY, 100_000)
     assert (scarce.num_blocks, scarce.num_host_blocks) == (30, 15)
@@ -38,7 +39,7 @@ def test_explicit_options_override_computed_ones() -> None:
         (EngineOptions(num_blocks=1, host_kv_memory_bytes=10**13), "would take 10,000 GB"),
     ],
 )
-def test_impossible_limits_are_named(options: EngineOptions, message: str) -> None:
+def test_invalid_limits_are_named(options: EngineOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_config(options, GEOMETRY, PLENTY)
 
@@ -50,12 +51,12 @@ def test_impossible_limits_are_named(options: EngineOptions, message: str) -> No
         (EngineOptions(max_num_seqs=8, max_num_batched_tokens=9), "max_num_batched_tokens is 9"),
     ],
 )
-def test_limits_that_cannot_work_are_known_before_anything_is_loaded(options: EngineOptions, message: str) -> None:
+def test_invalid_limits_are_refused_before_loading(options: EngineOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_limits(options, 320)
 
 
-def test_pools_beyond_the_machine_are_refused_with_what_it_has() -> None:
+def test_pools_larger_than_memory_are_refused_with_the_available_memory() -> None:
     for options in (
         EngineOptions(kv_cache_memory_bytes=9 * 10**9),
         EngineOptions(host_kv_memory_bytes=9 * 10**9),
@@ -82,12 +83,12 @@ def test_pools_beyond_the_machine_are_refused_with_what_it_has() -> None:
         ("chunking", 1),
     ],
 )
-def test_a_value_out_of_its_range_makes_no_options(field: str, value: Any) -> None:
+def test_a_value_out_of_range_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is {value!r}; it must be "):
         EngineOptions(**{field: value})
 
 
-def test_a_step_has_room_for_all_sequences_where_no_number_is_set() -> None:
+def test_a_step_has_room_for_all_sequences_by_default() -> None:
     assert EngineOptions().batched_tokens == 512
     assert EngineOptions(max_num_seqs=1000).batched_tokens == 1015
     assert EngineOptions(max_num_seqs=1000, max_num_decode_seqs=8).batched_tokens == 512

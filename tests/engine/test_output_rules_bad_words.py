@@ -1,4 +1,4 @@
-"""Words that must not come: their runs of tokens, by vLLM's rules, in any sequence and under any constraint."""
+"""Banned words: their token sequences, by vLLM's rules, in any sequence and under any constraint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def output_of(make_engine: MakeEngine, **params: object) -> RequestOutput:
 
 @settings(max_examples=150)
 @given(st.lists(RUN, max_size=6), st.lists(st.integers(0, 3), max_size=8), st.integers(0, 4))
-def test_what_would_complete_a_run_is_banned_and_nothing_else(
+def test_only_tokens_that_complete_a_banned_word_are_banned(
     runs: list[tuple[int, ...]], tokens: list[int], begin: int
 ) -> None:
     output = tokens[begin:]
@@ -46,7 +46,7 @@ def test_what_would_complete_a_run_is_banned_and_nothing_else(
     assert set(BadWords(tuple(runs)).after(tokens, min(begin, len(tokens)))) == by_definition
 
 
-def test_a_word_is_banned_with_a_space_before_it_where_that_is_another_token() -> None:
+def test_a_word_is_also_banned_with_a_leading_space() -> None:
     tokenizer = Tokenizer(text_models.parts(text_models.byte_level(), CHATML))
 
     def runs(*texts: str) -> Runs:
@@ -60,7 +60,7 @@ def test_a_word_is_banned_with_a_space_before_it_where_that_is_another_token() -
 
 
 @pytest.mark.parametrize("word", ["ok", "o", "stub:alpha", "max=100"])
-def test_a_word_that_a_model_wants_does_not_come(make_engine: MakeEngine, word: str) -> None:
+def test_a_banned_word_is_not_generated(make_engine: MakeEngine, word: str) -> None:
     assert output_of(make_engine).text == REPLY
     text = output_of(make_engine, bad_words=(word,)).text
     assert word not in text
@@ -77,15 +77,15 @@ def test_a_bad_word_that_begins_in_the_prompt_is_not_blocked(make_engine: MakeEn
     assert output.text == REPLY[:3]
 
 
-def test_a_constraint_goes_round_them_while_it_can(make_engine: MakeEngine) -> None:
-    """Also past tokens that it forces, which are then chosen one by one."""
+def test_a_constraint_avoids_banned_words_if_possible(make_engine: MakeEngine) -> None:
+    """Also within jump-forward segments, whose tokens are then sampled one by one."""
     choice = Constraint.choice(["billing", "technical"])
     assert output_of(make_engine, constraint=choice, bad_words=("bil",)).error is not None
     assert output_of(make_engine, constraint=choice, bad_words=("b",)).text == "technical"
     assert output_of(make_engine, constraint=Constraint.regex("(ab|ac)c"), bad_words=("ab",)).text == "acc"
 
 
-def test_what_a_constraint_leaves_no_way_round_fails_by_name(make_engine: MakeEngine) -> None:
+def test_a_constraint_that_requires_a_banned_word_fails_with_the_reason(make_engine: MakeEngine) -> None:
     output = output_of(make_engine, constraint=Constraint.choice(["yes"]), bad_words=("es",))
     assert isinstance(output.error, RequestFailedError)
     assert "bad_words" in str(output.error)

@@ -1,4 +1,4 @@
-"""A pooled vector depends on the prompt's states, and not on how they came."""
+"""A pooled vector depends on the prompt's hidden states, and not on how they were computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_chunks_and_recomputation_change_no_bit(pooling: Pooling, cuts: list[int
     assert np.array_equal(whole.vector(), cut.vector())
 
 
-def test_mean_and_last_are_what_they_say() -> None:
+def test_mean_and_last_pooling_match_their_definitions() -> None:
     mean, last = Pooler("mean", LENGTH), Pooler("last", LENGTH)
     for pooler in (mean, last):
         feed(pooler, 0, LENGTH)
@@ -44,7 +44,7 @@ def test_last_pooling_reads_only_the_last_row() -> None:
     assert list(pooler.rows_of(10, 13)) == [12]
 
 
-def test_half_a_prompt_has_no_vector() -> None:
+def test_a_partial_prompt_has_no_vector() -> None:
     pooler = Pooler("mean", LENGTH)
     feed(pooler, 0, 5)
     with pytest.raises(AssertionError, match="5 of 23 positions"):

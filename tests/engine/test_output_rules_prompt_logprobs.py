@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt by the real engine: right, once for all siblings, the same in every circumstance."""
+"""Log-probabilities of prompts by the real engine: correct, once for all siblings, equal in every circumstance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = tuple(int(token) for token in np.random.default_rng(5).integers(3, 4000
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
 COUNT = 3
 _TIGHT = {"num_blocks": 14, "max_chunk_tokens": 16, "max_num_seqs": 8}
-"""Blocks run out while the prompt is being computed."""
+"""Blocks run out while the prompt is computed."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield loaded
 
 
-class Watched:
-    """An executor that counts the rows that were asked for, and may spoil the logits of one position."""
+class CountingExecutor:
+    """An executor that counts the requested rows, and can corrupt the logits of one position."""
 
     def __init__(self, inner: Executor, faulty_row: int | None = None) -> None:
         self._inner = inner
@@ -70,7 +70,7 @@ def engine_of(llm: LLM, executor: object = None, **config: object) -> Engine:
 
 
 def ask(engine: Engine, request: GenerationRequest, num_others: int = 0) -> RequestOutput:
-    """The answer in the middle of company that decodes for a while."""
+    """Answer of a request in a batch with others that decode."""
     others = [
         GenerationRequest(PROMPT[index : 20 + 4 * index], SamplingParams(max_tokens=50, seed=index, ignore_eos=True))
         for index in range(num_others)
@@ -93,10 +93,10 @@ def bits(entries: tuple[TokenLogprobs | None, ...] | None) -> list[object]:
 
 
 def softmax_of_every_position(llm: LLM) -> npt.NDArray[np.float64]:
-    """[positions, vocab], log-probabilities in float64 from logits that were asked of the executor row by row."""
+    """[positions, vocab], log-probabilities in float64 from logits that the executor computes row by row."""
     kept: list[Logits] = []
 
-    class Keeping(Watched):
+    class Keeping(CountingExecutor):
         def execute(self, batch: StepBatch) -> Logits:
             rows = structs.replace(batch, rows=np.arange(len(batch.token_ids)))
             kept.append(self._inner.execute(rows).copy())
@@ -110,7 +110,7 @@ def softmax_of_every_position(llm: LLM) -> npt.NDArray[np.float64]:
     return result
 
 
-def test_each_token_is_judged_by_the_position_before_it(llm: LLM) -> None:
+def test_each_token_has_the_log_probability_of_the_previous_position(llm: LLM) -> None:
     expected = softmax_of_every_position(llm)
     entries = ask(engine_of(llm), wanted()).prompt_logprobs
     assert entries is not None
@@ -124,8 +124,8 @@ def test_each_token_is_judged_by_the_position_before_it(llm: LLM) -> None:
         np.testing.assert_allclose([value for _, value in entry.top], row[best], rtol=1e-5, atol=1e-5)
 
 
-def test_no_position_is_judged_twice_or_left_out(llm: LLM) -> None:
-    """Whatever the chunks and preemptions are, as far as the numbers can tell."""
+def test_every_position_is_computed_once(llm: LLM) -> None:
+    """With any chunks and preemptions, as shown by the number of rows."""
     alone = ask(engine_of(llm), wanted()).prompt_logprobs
     assert alone is not None
     for num_others, config in CASES.values():
@@ -162,7 +162,7 @@ def test_a_warm_cache_is_not_read_but_siblings_share(llm: LLM) -> None:
     again = ask(engine, wanted())
     assert again.num_cached_tokens == 0
     assert bits(again.prompt_logprobs) == bits(first.prompt_logprobs)
-    watched = Watched(llm.model.executor)
+    watched = CountingExecutor(llm.model.executor)
     engine = engine_of(llm, watched)
     siblings = ask(engine, wanted(params=structs.replace(PARAMS, n=3)))
     assert bits(siblings.prompt_logprobs) == bits(first.prompt_logprobs)
@@ -171,20 +171,20 @@ def test_a_warm_cache_is_not_read_but_siblings_share(llm: LLM) -> None:
 
 
 def test_requests_without_prompt_logprobs_compute_no_extra_rows(llm: LLM) -> None:
-    watched = Watched(llm.model.executor)
+    watched = CountingExecutor(llm.model.executor)
     output = ask(engine_of(llm, watched), wanted(prompt_logprobs=None))
     assert output.prompt_logprobs is None
     assert max(watched.row_counts) == 1
 
 
 @pytest.mark.parametrize("max_chunk_tokens", [32, 100])
-def test_no_step_asks_for_more_rows_than_its_tokens(llm: LLM, max_chunk_tokens: int) -> None:
-    watched = Watched(llm.model.executor)
+def test_no_step_requests_more_rows_than_its_tokens(llm: LLM, max_chunk_tokens: int) -> None:
+    watched = CountingExecutor(llm.model.executor)
     ask(engine_of(llm, watched, max_chunk_tokens=max_chunk_tokens), wanted())
     assert max(watched.row_counts) <= max_chunk_tokens
 
 
-def test_zero_asks_for_the_prompt_alone(llm: LLM) -> None:
+def test_zero_requests_only_the_prompts_tokens(llm: LLM) -> None:
     entries = ask(engine_of(llm), wanted(prompt_logprobs=0)).prompt_logprobs
     assert entries is not None
     assert all(entry is not None and entry.top == () for entry in entries[1:])
@@ -194,8 +194,8 @@ def test_one_token_has_nothing_before_it(llm: LLM) -> None:
     assert ask(engine_of(llm), wanted(prompt=PROMPT[:1])).prompt_logprobs == (None,)
 
 
-def test_a_faulty_row_of_the_prompt_fails_its_request_alone(llm: LLM) -> None:
-    engine = engine_of(llm, Watched(llm.model.executor, faulty_row=20))
+def test_a_faulty_row_of_the_prompt_fails_only_its_request(llm: LLM) -> None:
+    engine = engine_of(llm, CountingExecutor(llm.model.executor, faulty_row=20))
     output = ask(engine, wanted(), num_others=4)
     assert isinstance(output.error, NumericsError)
     assert "at position" in str(output.error)
@@ -204,13 +204,13 @@ def test_a_faulty_row_of_the_prompt_fails_its_request_alone(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 65, True, 1.5])
-def test_a_wrong_number_is_named(llm: LLM, value: object) -> None:
+def test_an_invalid_number_is_refused_by_name(llm: LLM, value: object) -> None:
     with pytest.raises(InvalidParameterError, match=r"prompt_logprobs is .*a whole number, 0 to 64") as caught:
         engine_of(llm).submit(wanted(prompt_logprobs=value))
     assert caught.value.param == "prompt_logprobs"
 
 
-def test_a_vector_has_none(llm: LLM) -> None:
+def test_embeddings_have_no_prompt_logprobs(llm: LLM) -> None:
     with pytest.raises(InvalidParameterError, match="an embedding request cannot have prompt_logprobs"):
         engine_of(llm).submit(wanted(pooling="mean"))
 

@@ -1,4 +1,4 @@
-"""Thoughts and content are told apart by the text alone, wherever it is cut, and no tag is ever shown by halves."""
+"""Reasoning and content are separated by the text alone, for any chunking, and tags are never emitted in part."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def split(pieces: Iterable[str], is_open: bool = False, tags: ThinkTags = TAGS) 
         ("<think>a<</think>b", False, "a<", "b"),
     ],
 )
-def test_the_split(text: str, is_open: bool, thoughts: str, content: str) -> None:
+def test_reasoning_is_split_from_content(text: str, is_open: bool, thoughts: str, content: str) -> None:
     assert split([text], is_open) == (thoughts, content)
     assert split(text, is_open) == (thoughts, content)
 
@@ -74,7 +74,7 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 @settings(max_examples=600)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 60), max_size=8), is_open=st.booleans())
-def test_any_chunking_gives_the_same_split_and_nothing_is_lost(text: str, cuts: list[int], is_open: bool) -> None:
+def test_any_chunking_gives_the_same_split_without_losses(text: str, cuts: list[int], is_open: bool) -> None:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(borders)]
     thoughts, content = split(pieces, is_open)
@@ -86,7 +86,7 @@ def test_any_chunking_gives_the_same_split_and_nothing_is_lost(text: str, cuts: 
 
 @settings(max_examples=300)
 @given(text=TEXTS, is_open=st.booleans())
-def test_what_was_shown_is_never_taken_back_and_never_half_a_tag(text: str, is_open: bool) -> None:
+def test_emitted_text_is_never_revoked_and_has_no_partial_tag(text: str, is_open: bool) -> None:
     splitter = ReasoningSplitter(Reasoning(TAGS, is_open))
     final = split([text], is_open)
     thoughts = content = ""
@@ -97,7 +97,7 @@ def test_what_was_shown_is_never_taken_back_and_never_half_a_tag(text: str, is_o
         assert final[1].startswith(content)
 
 
-def test_what_is_held_back_is_bounded() -> None:
+def test_withheld_text_is_bounded() -> None:
     splitter = ReasoningSplitter(Reasoning(TAGS, True))
     shown = sum(len(splitter.append(text)[0]) for text in ["a", *["\n" * 100] * 50])
     assert shown == 1 + 5000 - MAX_HELD_BLANKS
@@ -105,12 +105,12 @@ def test_what_is_held_back_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("tags", THINK_TAGS, ids=lambda tags: tags.begin)
-def test_every_family_is_found_by_its_template(tags: ThinkTags) -> None:
+def test_every_family_is_detected_by_its_template(tags: ThinkTags) -> None:
     assert tags_of_template(f"{{{{ content.split('{tags.end}') }}}}") == tags
     assert split(f"{tags.begin}a{tags.end}b", tags=tags) == ("a", "b")
 
 
-def test_a_model_that_does_not_think_has_nothing_to_split() -> None:
+def test_a_model_without_reasoning_has_no_tags() -> None:
     tokenizer = Tokenizer(parts(byte_level(), CHATML))
     assert tokenizer.reasoning_after(tokenizer.encode_chat(HELLO)) is None
     assert Tokenizer(parts(byte_level(), None)).reasoning_after([1]) is None
@@ -133,7 +133,7 @@ THINKING = "stub://a?field=%3Cthink%3E%0Awhy%20because%0A%3C/think%3E%0A%0Aroute
 LONG = SamplingParams(max_tokens=200)
 
 
-def test_an_answer_has_its_thoughts_apart() -> None:
+def test_an_answer_has_separate_reasoning() -> None:
     with LLM(THINKING, options()) as llm:
         [output] = llm.chat(HELLO, LONG)
         assert (output.reasoning, output.text) == ("why because", "route=none")
@@ -151,14 +151,14 @@ def test_stop_strings_look_at_content_only() -> None:
     assert (output.completions[0].finish_reason, output.completions[0].stop_reason) == (FinishReason.STOP, "=")
 
 
-def test_an_answer_that_ends_inside_its_thoughts_has_no_content() -> None:
+def test_an_answer_that_ends_inside_its_reasoning_has_no_content() -> None:
     with LLM(THINKING, options()) as llm:
         [output] = llm.chat(HELLO, SamplingParams(max_tokens=14))
     assert (output.reasoning, output.text) == ("why be", "")
     assert output.completions[0].finish_reason is FinishReason.LENGTH
 
 
-async def test_a_stream_brings_thoughts_and_content_in_their_own_fields() -> None:
+async def test_a_stream_has_reasoning_and_content_in_separate_fields() -> None:
     async with AsyncEngine("stub://a?field=why%3C/think%3Eroute", options()) as engine:
         stream = engine.stream_chat(HELLO, LONG, template_kwargs={"open_thoughts": True})
         outputs = [output async for output in stream]

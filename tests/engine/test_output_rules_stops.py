@@ -1,4 +1,4 @@
-"""Stop strings end a text wherever they come, and show only where that is wanted."""
+"""Stop strings end a text at any position, and are emitted only on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=5)
 
 
 def whole(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """By definition: the first position where a stop string is complete; of those that end there, the longest."""
+    """Reference: the first position where a stop string is complete; of those that end there, the longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -40,14 +40,14 @@ def streamed(pieces: list[str], stops: list[str]) -> tuple[list[str], str | None
 
 @settings(max_examples=500)
 @given(st.lists(st.text("abcd", max_size=6), max_size=12), STOPS)
-def test_a_stream_is_its_text_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
+def test_streamed_text_does_not_depend_on_chunking(pieces: list[str], stops: list[str]) -> None:
     shown, stop = streamed(pieces, stops)
     assert ("".join(shown), stop) == whole("".join(pieces), stops)
 
 
 @settings(max_examples=300)
 @given(st.text("abcd", max_size=40), STOPS)
-def test_what_is_held_back_could_become_a_stop_and_nothing_more_is(text: str, stops: list[str]) -> None:
+def test_only_possible_beginnings_of_stops_are_withheld(text: str, stops: list[str]) -> None:
     finder = StopStrings(stops)
     shown = ""
     for index, char in enumerate(text):
@@ -71,14 +71,14 @@ def test_a_false_beginning_is_released() -> None:
 
 
 @pytest.mark.parametrize(("stops", "expected"), [(["b", "abc"], ("xa", "b")), (["bc", "abc"], ("x", "abc"))])
-def test_the_first_complete_one_wins_and_of_two_the_longer(stops: list[str], expected: tuple[str, str]) -> None:
+def test_the_first_complete_stop_wins_and_of_two_the_longer(stops: list[str], expected: tuple[str, str]) -> None:
     for order in (stops, stops[::-1]):
         shown, stop = streamed(["xabcd"], order)
         assert ("".join(shown), stop) == expected
 
 
 def test_many_long_stops_cost_a_step_per_character() -> None:
-    """64 strings that nearly match everywhere: bounded work, found at the end."""
+    """64 strings that almost match everywhere: work is bounded, and the match is at the end."""
     stops = ["a" * 200 + chr(ord("b") + index % 20) * (index + 1) for index in range(64)]
     shown, stop = streamed(["a"] * 2_000 + ["b"], stops)
     assert stop == "a" * 200 + "b"
@@ -110,7 +110,7 @@ def output_of(make_engine: MakeEngine, **params: object) -> RequestOutput:
         ({}, "[stub:alpha] ok len=5 max=99", "", END_ID),
     ],
 )
-def test_what_ends_an_answer_is_shown_where_that_is_wanted(
+def test_the_stop_is_included_on_request(
     make_engine: MakeEngine, params: dict[str, object], text: str, end: str, stop_reason: int | str
 ) -> None:
     for shown, skip, expected in (
@@ -125,7 +125,7 @@ def test_what_ends_an_answer_is_shown_where_that_is_wanted(
             assert output.completions[0].stop_reason == stop_reason
 
 
-def test_special_tokens_are_shown_where_they_are_not_skipped(make_engine: MakeEngine) -> None:
+def test_special_tokens_are_included_if_not_skipped(make_engine: MakeEngine) -> None:
     constraint = Constraint.lark("start: <|user|> <|system|> <|user|>")
     for skip, text in ((True, ""), (False, "<|user|><|system|><|user|>")):
         assert output_of(make_engine, constraint=constraint, skip_special_tokens=skip).text == text

@@ -1,4 +1,4 @@
-"""What passes between an engine's thread and others: bounded both ways, and never taken and forgotten."""
+"""Queues between an engine's thread and others: bounded in both directions, without losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def output(request_id: int) -> RequestOutput:
     return RequestOutput(request_id, (1,), (), 0, 0, Timings(0.0, None, 0.0))
 
 
-def test_commands_are_taken_in_order_and_those_that_come_meanwhile_later(lives: list[LiveRequest]) -> None:
+def test_commands_are_taken_in_order_and_later_ones_afterwards(lives: list[LiveRequest]) -> None:
     inbox = Inbox()
     inbox.put(lives[0])
     inbox.abort(0)
@@ -42,7 +42,7 @@ def test_commands_are_taken_in_order_and_those_that_come_meanwhile_later(lives: 
     assert list(inbox.take()) == [lives[1]]
 
 
-def test_it_is_bounded_and_counts_whom_it_refuses(lives: list[LiveRequest]) -> None:
+def test_the_inbox_is_bounded_and_counts_refusals(lives: list[LiveRequest]) -> None:
     inbox = Inbox()
     for number in range(MAX_COMMANDS - 1):
         inbox.abort(number)
@@ -54,7 +54,7 @@ def test_it_is_bounded_and_counts_whom_it_refuses(lives: list[LiveRequest]) -> N
 
 
 def test_a_closed_inbox_rejects_requests_with_its_first_reason(lives: list[LiveRequest]) -> None:
-    """What was in it is still to be taken, and an abort may come."""
+    """Its items can still be taken, and aborts are accepted."""
     inbox = Inbox()
     inbox.put(lives[0])
     inbox.close("the first reason")
@@ -66,8 +66,8 @@ def test_a_closed_inbox_rejects_requests_with_its_first_reason(lives: list[LiveR
     assert list(inbox.take()) == [lives[0], AbortCommand(0)]
 
 
-def test_who_takes_may_find_that_the_last_one_was_taken_back(lives: list[LiveRequest]) -> None:
-    """As a thread does that puts a request while this closes; it breaks nobody's loop."""
+def test_an_item_may_be_taken_back_while_another_thread_takes(lives: list[LiveRequest]) -> None:
+    """A thread that puts a request while the queue closes takes it back; this does not break a loop."""
     inbox = Inbox()
     inbox.put(lives[0])
     inbox.put(lives[1])
@@ -77,7 +77,7 @@ def test_who_takes_may_find_that_the_last_one_was_taken_back(lives: list[LiveReq
     assert list(taken) == []
 
 
-def test_whatever_comes_ends_a_wait(lives: list[LiveRequest]) -> None:
+def test_any_command_ends_a_wait(lives: list[LiveRequest]) -> None:
     inboxes = [Inbox() for _ in range(3)]
     comings = (
         partial(inboxes[0].put, lives[0]),
@@ -92,7 +92,7 @@ def test_whatever_comes_ends_a_wait(lives: list[LiveRequest]) -> None:
         assert not waiting.is_alive()
 
 
-def test_results_are_read_once_and_the_oldest_go_first() -> None:
+def test_results_are_read_once_and_the_oldest_are_dropped_first() -> None:
     results = Results(3)
     for number in range(5):
         results.keep(output(number))
@@ -102,7 +102,7 @@ def test_results_are_read_once_and_the_oldest_go_first() -> None:
     assert results.take_all() == ()
 
 
-def test_of_readers_on_several_threads_each_result_has_one() -> None:
+def test_each_result_is_read_by_one_of_several_threads() -> None:
     num_results = 2_000
     results = Results(num_results)
     read: list[RequestOutput] = []

@@ -1,4 +1,4 @@
-"""Sessions: what a request leaves for the next one, how many may, who gives way, and that no byte depends on it."""
+"""Sessions: retained blocks, limits, eviction, and independence of the answers' bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def told(changes: list[SessionChange]) -> list[tuple[object, ...]]:
     return said
 
 
-def test_a_session_finds_its_prompt_where_others_had_the_pool(make: Make) -> None:
+def test_a_sessions_prompt_is_cached_after_others_used_the_pool(make: Make) -> None:
     for session, found in (("s", 4 * BLOCK), (None, 0)):
         engine = make(num_blocks=24)
         answer(engine, ask("a" * 70, session))
@@ -71,7 +71,7 @@ def test_a_session_finds_its_prompt_where_others_had_the_pool(make: Make) -> Non
         engine.scheduler.check()
 
 
-def test_what_is_kept_are_the_full_blocks_of_the_last_prompt(
+def test_the_full_blocks_of_the_last_prompt_are_retained(
     make: Make, clock: ManualClock, changes: list[SessionChange]
 ) -> None:
     engine = make()
@@ -86,7 +86,7 @@ def test_what_is_kept_are_the_full_blocks_of_the_last_prompt(
     assert (report.idle_s, report.age_s) == (3.0, 5.0)
 
 
-def test_a_prompt_that_takes_another_way_gives_up_the_blocks_of_the_old_one(make: Make) -> None:
+def test_a_diverging_prompt_releases_the_blocks_of_the_old_one(make: Make) -> None:
     engine = make()
     answer(engine, ask("a" * 32 + "b" * 32, "s"))
     answer(engine, ask("a" * 32 + "c" * 32, "s"))
@@ -94,7 +94,7 @@ def test_a_prompt_that_takes_another_way_gives_up_the_blocks_of_the_old_one(make
     assert answer(engine, ask("a" * 32 + "b" * 32)).num_cached_tokens == 32
 
 
-def test_the_least_recently_used_idle_session_makes_room(make: Make, changes: list[SessionChange]) -> None:
+def test_the_least_recently_used_idle_session_is_evicted(make: Make, changes: list[SessionChange]) -> None:
     engine = make()
     for session in ("one", "two", "one", "three"):
         answer(engine, ask(session[0] * 32, session, max_active_sessions=2))
@@ -103,7 +103,7 @@ def test_the_least_recently_used_idle_session_makes_room(make: Make, changes: li
     assert {report.session_id for report in engine.sessions.reports(0.0)} == {"one", "three"}
 
 
-def test_owners_are_counted_and_kept_apart(make: Make) -> None:
+def test_owners_have_separate_counts(make: Make) -> None:
     engine = make()
     answer(engine, ask("a" * 32, "s", session_owner="billing", max_active_sessions=1))
     answer(engine, ask("b" * 32, "s", session_owner="legal", max_active_sessions=1))
@@ -162,7 +162,7 @@ def test_no_request_waits_for_room_that_only_idle_sessions_take(make: Make, cloc
     engine.scheduler.check()
 
 
-def test_a_sweep_takes_idle_sessions_and_an_end_busy_ones_too(make: Make, changes: list[SessionChange]) -> None:
+def test_a_sweep_removes_idle_sessions_and_an_end_also_busy_ones(make: Make, changes: list[SessionChange]) -> None:
     engine = make()
     answer(engine, ask("a" * 32, "idle"))
     answer(engine, ask("b" * 48, "busy"))
@@ -178,7 +178,7 @@ def test_a_sweep_takes_idle_sessions_and_an_end_busy_ones_too(make: Make, change
     assert engine.sessions.sweep("nobody") == SweepResult(0, 0)
 
 
-def test_a_session_that_was_ended_lives_again_with_its_next_request(make: Make) -> None:
+def test_an_ended_session_is_recreated_by_its_next_request(make: Make) -> None:
     engine = make()
     engine.submit(ask("a" * 32, "s"))
     engine.step()
@@ -188,7 +188,7 @@ def test_a_session_that_was_ended_lives_again_with_its_next_request(make: Make) 
     assert [report.num_blocks for report in engine.sessions.reports(0.0)] == [4]
 
 
-def test_a_request_that_never_began_leaves_its_session_as_it_was(make: Make, changes: list[SessionChange]) -> None:
+def test_a_request_that_never_began_does_not_change_its_session(make: Make, changes: list[SessionChange]) -> None:
     engine = make(max_num_seqs=1)
     answer(engine, ask("a" * 64, "s"))
     engine.submit(ask("x" * 20))
@@ -213,14 +213,14 @@ def test_a_request_that_never_began_leaves_its_session_as_it_was(make: Make, cha
         ({"session_id": "s", "pooling": "mean"}, "session_id"),
     ],
 )
-def test_what_cannot_be_a_session_is_refused(make: Make, fields: dict[str, object], param: str) -> None:
+def test_an_invalid_session_is_refused(make: Make, fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidParameterError) as refused:
         make().submit(GenerationRequest("hello", **fields))  # type: ignore[arg-type]  # fields by name
     assert refused.value.param == param
 
 
 def test_a_session_changes_no_byte() -> None:
-    """A conversation of three turns beside other work: tokens and log-probabilities, with and without a session."""
+    """A conversation of three turns with other load: tokens and log-probabilities with and without a session."""
     options = LoadOptions(EngineOptions(num_blocks=64, max_num_seqs=4))
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, ignore_eos=True, logprobs=2)
     noise = random.Random(3)
@@ -257,7 +257,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 @settings(max_examples=60)
-def test_whatever_happens_nothing_is_lost_and_nothing_stays_pinned(steps: list[tuple[str, int, int]]) -> None:
+def test_random_histories_lose_nothing_and_leave_nothing_pinned(steps: list[tuple[str, int, int]]) -> None:
     model, config = load_model("stub://s", LoadOptions(EngineOptions(num_blocks=20)))
     engine = Engine(model, config, clock=ManualClock())
     for what, number, size in steps:

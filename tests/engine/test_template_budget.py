@@ -1,4 +1,4 @@
-"""A template cannot run for ever, fill the memory or write without end; an ordinary one does not notice."""
+"""A template's run time, memory and output are limited, without an effect on ordinary templates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.text_models import byte_level, parts
 
 FOREVER = "range(100000)"
 UNMETERED_S = 60.0
-"""The budget is a second or less of a processor; work that nothing counts takes minutes to centuries."""
+"""The budget is about a second of a processor; uncounted work would take minutes to centuries."""
 DOUBLED_LIST = "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
 DOUBLED_TUPLE = DOUBLED_LIST.replace("[ns.a, ns.a]", "(ns.a, ns.a)").replace("[1]", "(1, 2)")
 LONG = "{% set s = 'x' * 100000 %}{% set s = s * 100 %}"
@@ -83,8 +83,8 @@ def tokenizer(template: str) -> Tokenizer:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a tenth of the budget, as by all of it. What ends early is right on any machine, as work is counted; the
-    bound finds what is not."""
+    """By a tenth of the budget as by all of it. Since work is counted, an early end is the same on any machine; the
+    time limit detects uncounted work."""
     monkeypatch.setattr("lockstep.engine.template_budget.MAX_WORK", MAX_WORK // 10)
     start = time.thread_time()
     with pytest.raises(ChatTemplateError) as caught:
@@ -93,7 +93,7 @@ def test_a_hostile_template_is_stopped(name: str, monkeypatch: pytest.MonkeyPatc
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_stopped_is_stopped_at_the_same_place_every_time() -> None:
+def test_a_template_is_stopped_at_the_same_point_every_time() -> None:
     """Work is counted, not timed."""
     text = "{% set ns = namespace(n=0) %}{% for a in range(N) %}{% for b in range(1000) %}{% endfor %}{% endfor %}ok"
     assert tokenizer(text.replace("N", "900")).render_chat([{"role": "user", "content": "x"}]) == "ok"
@@ -114,7 +114,7 @@ def test_the_longest_message_is_within_the_budget() -> None:
         assert text.strip() in tokenizer(family).render_chat([{"role": "user", "content": text}])
 
 
-def test_gates_change_no_value() -> None:
+def test_metering_changes_no_value() -> None:
     template = (
         "{{ messages|length }}{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}"
         "{{ 'a' ~ 1 ~ none ~ 2.5 ~ [1] }}|{{ 1 < 2 < 3 }}|{{ 'x' in {'x': 1} }}|{{ {'a': 1}|tojson(indent=2) }}|"

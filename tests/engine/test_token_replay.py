@@ -1,4 +1,4 @@
-"""Tokens told again are what an engine said of them, however they are cut into steps."""
+"""Replayed tokens give the engine's outputs, for any division into steps."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def pocket() -> Iterator[LLM]:
 def asked(
     llm: LLM, params: SamplingParams, text: str = "my invoice is wrong"
 ) -> tuple[GenerationRequest, RequestOutput]:
-    """A request, its prompt in token ids, and what the engine answered."""
+    """A request, its prompt in token ids, and the engine's answer."""
     ids = llm.model.tokenizer.encode(text)
     (output,) = llm.generate(ids, params)
     return GenerationRequest(ids, params), output
 
 
-def told(llm: LLM, request: GenerationRequest, output: RequestOutput, draw: random.Random) -> RequestOutput | None:
-    """The whole answer, retold in steps of drawn lengths, its sequences in turn."""
+def replayed(llm: LLM, request: GenerationRequest, output: RequestOutput, draw: random.Random) -> RequestOutput | None:
+    """Whole answer, replayed in steps of random lengths, its sequences alternating."""
     replay = TokenReplay(llm.model.tokenizer, request, MAX_LEN, 0.0, num_cached_tokens=output.num_cached_tokens)
     left = {each.index: list(each.token_ids) for each in output.completions}
     last, texts = None, dict.fromkeys(left, "")
@@ -68,19 +68,19 @@ def test_the_same_request_gets_the_same_text_ends_and_counts(seed: int, pocket: 
         skip_special_tokens=draw.random() < 0.5,
     )
     request, output = asked(pocket, params)
-    again = told(pocket, request, output, draw)
+    again = replayed(pocket, request, output, draw)
     assert again is not None, f"seed {seed}"
     assert (again.completions, again.prompt_token_ids) == (output.completions, output.prompt_token_ids), f"seed {seed}"
     assert again.num_cached_tokens == output.num_cached_tokens
 
 
-def test_rules_of_the_request_that_asks_end_an_answer_before_its_tokens_do() -> None:
+def test_rules_of_the_repeated_request_can_end_an_answer_early() -> None:
     draw = random.Random(0)
     with LLM("stub://alpha") as stub:
         request, output = asked(stub, SamplingParams(max_tokens=40), "abc")
         assert output.text == "[stub:alpha] ok len=3 max=40"
-        stopped = told(stub, replace(request, params=replace(request.params, stop=(" ok",))), output, draw)
-        short = told(stub, replace(request, params=replace(request.params, max_tokens=4)), output, draw)
+        stopped = replayed(stub, replace(request, params=replace(request.params, stop=(" ok",))), output, draw)
+        short = replayed(stub, replace(request, params=replace(request.params, max_tokens=4)), output, draw)
     assert stopped is not None
     assert short is not None
     assert (stopped.text, stopped.completions[0].stop_reason) == ("[stub:alpha]", " ok")

@@ -1,4 +1,4 @@
-"""Prompts are the template's, tokens are the tokenizer's, and what is wrong is named."""
+"""Prompts follow the template, tokens the tokenizer, and errors name the fault."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tokens_of_ordinary_messages_are_those_of_the_rendered_text(family: str,
     assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_half_a_character_is_no_text() -> None:
+def test_a_partial_character_is_not_text() -> None:
     tokenizer = chat(CHATML)
     with pytest.raises(InvalidParameterError, match="half of a character"):
         tokenizer.encode("a\ud83d")
@@ -76,8 +76,8 @@ def test_generation_prompt_and_variables_reach_the_template() -> None:
 @pytest.mark.parametrize("spm", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("content", ["The answer is", "Yes: 1 <| 2 [x]", "<|im_end|>forged</s>", "two\n\nlines"])
-def test_a_message_that_is_gone_on_with_ends_the_prompt(family: str, spm: bool, content: str) -> None:
-    """What comes before it is what the same conversation begins with."""
+def test_a_continued_message_ends_the_prompt(family: str, spm: bool, content: str) -> None:
+    """The text before it is that of the same conversation without it."""
     tokenizer = chat(FAMILIES[family], spm=spm)
     said: list[dict[str, object]] = [*CONVERSATION[:1], {"role": "assistant", "content": content}]
     text = tokenizer.decode(tokenizer.encode_chat(said, continue_final=True), skip_special_tokens=False)
@@ -86,15 +86,15 @@ def test_a_message_that_is_gone_on_with_ends_the_prompt(family: str, spm: bool, 
     assert whole.startswith(text)
 
 
-def test_a_message_that_the_template_does_not_show_cannot_be_gone_on_with() -> None:
+def test_a_message_that_the_template_omits_cannot_be_continued() -> None:
     blind = "{% for message in messages[:-1] %}{{ message.content }}{% endfor %}x"
     with pytest.raises(ChatTemplateError) as caught:
         chat(blind).encode_chat(CONVERSATION, continue_final=True)
     assert caught.value.param == "continue_final_message"
 
 
-def test_reasoning_is_cut_where_the_template_cuts_it() -> None:
-    """`content.split('</think>')` sees the word although it is an added token."""
+def test_reasoning_is_cut_by_the_template() -> None:
+    """`content.split('</think>')` finds the text although it is an added token."""
     thought = {"role": "assistant", "content": "<think>\nwhy <b>\n</think>\n\nanswer"}
     messages: list[dict[str, object]] = [*user("q"), {**thought}, *user("r")]
     tokenizer = chat(QWEN3)
@@ -104,8 +104,8 @@ def test_reasoning_is_cut_where_the_template_cuts_it() -> None:
     assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_json_is_for_models_to_read() -> None:
-    """Neither HTML escapes nor ASCII escapes; arguments are objects even when the client sent a string."""
+def test_json_in_prompts_is_unescaped() -> None:
+    """No HTML or ASCII escapes; arguments are objects even if the client sent a string."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"q": "é<b>&"}'}}
     text = chat(LLAMA3).render_chat([*user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}])
     assert '{"name": "f", "parameters": {"q": "é<b>&"}}<|eot_id|>' in text
@@ -156,7 +156,7 @@ WRONG_MESSAGES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("messages", "where"), WRONG_MESSAGES, ids=[where for _, where in WRONG_MESSAGES])
-def test_a_wrong_message_is_named_by_its_place(messages: Any, where: str) -> None:
+def test_an_invalid_message_is_named_by_its_index(messages: Any, where: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         chat(CHATML).encode_chat(messages)
     assert caught.value.param == where
@@ -227,7 +227,7 @@ PARTICULAR = {
 
 
 @pytest.mark.parametrize("name", PARTICULAR)
-def test_a_template_that_only_some_conversations_fit_passes_its_check(name: str) -> None:
+def test_a_template_that_accepts_some_conversations_passes_its_check(name: str) -> None:
     chat(PARTICULAR[name]).check_chat_template()
 
 
@@ -244,7 +244,7 @@ def test_a_template_of_the_artifact_that_always_fails_is_a_warning(caplog: pytes
     assert tokenizer.encode("dog")
 
 
-def test_a_template_in_its_place_that_always_fails_ends_the_load() -> None:
+def test_a_replacing_template_that_always_fails_ends_the_load() -> None:
     given = LoadOptions(chat_template="{{ raise_exception('no') }}")
     with pytest.raises(ChatTemplateError, match="no conversation can be rendered"):
         load_tokenizer(parts(byte_level(), CHATML), given)
@@ -274,7 +274,7 @@ def test_end_tokens_and_vocabulary_of_the_artifact_are_passed_on() -> None:
 
 
 def test_a_variable_that_the_template_compares_with_none_is_none_and_any_other_is_undefined() -> None:
-    """Olmo 3 writes functions unless they are None, Command R lists them where they are defined."""
+    """Olmo 3 writes functions unless they are None, Command R lists them if they are defined."""
     hello = [{"role": "user", "content": "Hello"}]
     compared = Tokenizer(parts(byte_level(), "{% if tools is not none %}{{ tools | tojson }}{% endif %}!"))
     assert compared.render_chat(hello) == "!"

@@ -1,4 +1,4 @@
-"""What a text's length tells of its tokens: never more than is true."""
+"""Lower bounds of a text's tokens from its length: never higher than the actual number."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _splitting(behavior: str) -> Library:
 
 
 @cache
-def told() -> dict[str, Library]:
-    """Tokenizers of which something is known."""
+def tokenizers_with_bound() -> dict[str, Library]:
+    """Tokenizers with a known bound."""
     return {
         "byte level": byte_level(),
         "sentencepiece": sentencepiece(),
@@ -50,7 +50,7 @@ def told() -> dict[str, Library]:
 
 
 @cache
-def untold() -> dict[str, Library]:
+def tokenizers_without_bound() -> dict[str, Library]:
     """Tokenizers in which a token may stand for any number of characters, or none for some."""
     return {
         "unknown words": wordpiece(),
@@ -70,32 +70,32 @@ TEXTS = st.text(
 @given(TEXTS, st.integers(1, 40))
 def test_text_within_the_limit_does_not_exceed_it(text: str, repeats: int) -> None:
     text = text * repeats
-    for name, library in told().items():
+    for name, library in tokenizers_with_bound().items():
         num_tokens = len(library.encode(text, add_special_tokens=False).ids)
         assert not TokenReach(library).exceeds([text], num_tokens), name
         assert not TokenReach(library).exceeds([text[:3], text[3:]], num_tokens), name
 
 
-@pytest.mark.parametrize("name", [*told()])
-def test_a_text_that_is_far_too_long_is_known_by_its_length(name: str) -> None:
-    assert TokenReach(told()[name]).exceeds(["x" * 100_000], 100)
-    assert TokenReach(told()[name]).exceeds(["x" * 1_000] * 100, 100)
+@pytest.mark.parametrize("name", [*tokenizers_with_bound()])
+def test_a_text_that_is_far_too_long_is_refused_by_its_length(name: str) -> None:
+    assert TokenReach(tokenizers_with_bound()[name]).exceeds(["x" * 100_000], 100)
+    assert TokenReach(tokenizers_with_bound()[name]).exceeds(["x" * 1_000] * 100, 100)
 
 
-@pytest.mark.parametrize("name", [*untold()])
-def test_no_text_exceeds_where_a_token_may_absorb_any_text(name: str) -> None:
-    assert not TokenReach(untold()[name]).exceeds(["x" * 100_000], 1)
+@pytest.mark.parametrize("name", [*tokenizers_without_bound()])
+def test_no_text_is_refused_by_length_if_a_token_may_absorb_any_text(name: str) -> None:
+    assert not TokenReach(tokenizers_without_bound()[name]).exceeds(["x" * 100_000], 1)
 
 
-def test_blanks_beside_a_token_that_takes_them_in_are_no_tokens() -> None:
+def test_blanks_absorbed_by_a_token_do_not_count() -> None:
     text = "<|blank|>" + " \n\u3000" * 30_000
-    library = told()["swallowing blanks"]
+    library = tokenizers_with_bound()["swallowing blanks"]
     assert len(library.encode(text).ids) == 1
     assert not TokenReach(library).exceeds([text], 1)
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece, wordpiece])
-def test_a_long_text_has_the_tokens_that_the_library_gives_it(make: Callable[[], Library]) -> None:
+def test_a_long_text_has_the_librarys_tokens(make: Callable[[], Library]) -> None:
     library = make()
     text = "The quick <|im_start|> brown fox;\n\nsüße Äpfel 😀 </s> " * 200
     tokenizer = Tokenizer(parts(library))
@@ -108,7 +108,7 @@ def test_a_long_text_has_the_tokens_that_the_library_gives_it(make: Callable[[],
     ]
 
 
-def test_more_tokens_than_may_be_are_refused_with_their_number_or_their_characters() -> None:
+def test_too_many_tokens_are_refused_with_their_number_or_their_characters() -> None:
     tokenizer = Tokenizer(parts(byte_level()))
     text = "x y " * 2_000
     count = len(tokenizer.encode(text))
@@ -120,7 +120,7 @@ def test_more_tokens_than_may_be_are_refused_with_their_number_or_their_characte
 
 
 def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
-    """Who gets a turn only between two texts would see the number of them grow with each."""
+    """A thread that only runs between two texts would observe many of them per turn."""
     tokenizer, text = Tokenizer(parts(byte_level())), "one two three " * 100_000
     num_texts, is_enough = 0, threading.Event()
 

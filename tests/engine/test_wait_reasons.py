@@ -1,4 +1,4 @@
-"""Reasons of waits are asked for now and then, where somebody waits, and decide nothing."""
+"""Wait reasons are requested periodically if requests wait, and change no decision."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_wait_reasons_are_reported_at_the_minimum_interval(make_engine: MakeEngi
 def test_a_running_request_is_behind_higher_priorities_only_under_strict_priority(
     make_engine: MakeEngine, clock: ManualClock, decode_order: str
 ) -> None:
-    """In the queue it is behind them under either."""
+    """In the queue it is behind them under either order."""
     engine = make_engine(max_num_seqs=2, max_num_decode_seqs=1, order="priority", decode_order=decode_order)
     low = engine.submit(ask(8, priority=1))
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_a_request_starts_once_and_reports_its_queue_time(make_engine: MakeEngin
 
 
 def test_a_second_session_waits_for_a_place_and_then_for_its_blocks(pocket: Pocket, open_store: OpenStore) -> None:
-    """Outside of the scheduler, which knows nothing of either."""
+    """The scheduler does not take part in either wait."""
     engine = Engine(*pocket, store=open_store())
     answer(engine, kv_ask(prompt(2), "b", max_active_sessions=1))
     leave(engine)
@@ -109,8 +109,8 @@ def test_a_second_session_waits_for_a_place_and_then_for_its_blocks(pocket: Pock
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_steps_that_are_explained_decide_what_others_do(make_engine: MakeEngine, policy: dict[str, object]) -> None:
-    """An engine whose clock stands still explains one step, one whose clock leaps every step with a queue."""
+def test_explained_steps_decide_like_others(make_engine: MakeEngine, policy: dict[str, object]) -> None:
+    """One engine's clock stands still, so it explains one step; the other's explains every step with a queue."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     prints, counts = [], []

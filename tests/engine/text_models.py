@@ -1,4 +1,4 @@
-"""Small tokenizers of the two families, trained on a few sentences, with the special tokens that templates need."""
+"""Small tokenizers of two families, trained on a few sentences, with the special tokens of templates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPECIALS = (
     "<|assistant|>", "<|system|>",
 )  # fmt: skip
 SPOKEN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Added, but not special, as in Qwen3."""
+"""Added tokens that are not special, as in Qwen3."""
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
@@ -27,7 +27,7 @@ TEXTS = [
 
 @cache
 def byte_level() -> Tokenizer:
-    """Byte-level BPE, as GPT-2, Llama 3 and Qwen."""
+    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def sentencepiece(*, legacy: bool = True) -> Tokenizer:
-    """BPE over "▁" with byte fallback, as Llama 2; `legacy`: a space is put before every text."""
+    """BPE over "▁" with byte fallback, as in Llama 2; `legacy`: a space precedes every text."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     ends: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -58,7 +58,7 @@ def sentencepiece(*, legacy: bool = True) -> Tokenizer:
 
 @cache
 def metaspace() -> Tokenizer:
-    """Unigram-like handling of "▁" by the pre-tokenizer, as T5 and some Llama conversions."""
+    """Unigram-like handling of "▁" by the pre-tokenizer, as in T5 and some Llama conversions."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

@@ -1,4 +1,4 @@
-"""A real browser for the pages of these tests, ended with their module: others run event loops of their own."""
+"""A real browser for the pages of these tests, closed after each module because other modules run event loops."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ POLICY: Mapping[str, Any] = {
     "min_join_rate": 0.98,
     "min_comparable_rate": 0.95,
 }
-"""Asks for all evidence. Bounds are differences far above what a busy machine does to stubs that sleep."""
+"""Policy that requires all evidence. Its bounds are far above the differences that a busy machine causes with stubs."""
 TIMELESS: Mapping[str, Any] = {
     "max_latency_p95_increase_ms": None,
     "max_ttft_p95_increase_ms": None,
     "max_decode_p95_increase_ms": None,
 }
-"""For tests that may not depend on what else the machine does."""
+"""Policy for tests that must not depend on other load of the machine."""
 STUB = "stub://alpha?step_ms=10&token_us=20"
 POCKET = "pocket://"
 _FLAGS = ("--stream-interval-ms", "0", "--worker", "thread", "--disable-log-requests")
@@ -92,13 +92,13 @@ class Stage:
         count: int = 48,
         **body: Any,
     ) -> list[Pair]:
-        """A mirrored run, the baseline a server of the source."""
+        """Mirrored run with the given baseline and candidates."""
         baseline = Endpoint(self.url(source, *flags))
         waves = waves or [requests_of(name, self.times * count, **body)]
         return asyncio.run(mirror(baseline, candidates, waves, concurrency))
 
     def equal(self, source: str = STUB, count: int = 48) -> list[Pair]:
-        """Records of a run of equal servers, to be changed at will."""
+        """Records of a run of equal servers, for changes."""
         if (source, count) not in self._equal:
             candidate = Endpoint(self.url(source, "--max-finished", "1023"))
             self._equal[source, count] = self.run("equal", source, [candidate], concurrency=6, count=count)
@@ -110,20 +110,20 @@ class Stage:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault and what a triage has to say first; no signal: nothing."""
+    """A fault with the expected first item of the triage; no signal: no items."""
 
     name: str
     planted_in: Literal["server", "requests", "answers", "records"]
     plant: Callable[[Stage], list[Pair]]
     signal: str = ""
     place: str = "all"
-    """Part of the name of the place; ``all`` is all of it."""
+    """Part of the name of the place; ``all``: the whole traffic."""
     cause: str = ""
     policy: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_of_equal_run(self) -> bool:
-        """Whether it is planted in what `Stage.equal` gives."""
+        """True if the fault is planted in the records of `Stage.equal`."""
         return self.planted_in in ("answers", "records")
 
     def found(self, stage: Stage, policy: Mapping[str, Any] | None = None) -> tuple[str, str, str, dict[str, Any]]:
@@ -145,7 +145,7 @@ class Fault:
 def _server(
     name: str, baseline: str, source: str, *flags: str, concurrency: int = 2, **body: Any
 ) -> Callable[[Stage], list[Pair]]:
-    """Another source or other flags on the candidate's side."""
+    """Fault by another source or other flags on the candidate's side."""
 
     def plant(stage: Stage) -> list[Pair]:
         return stage.run(name, baseline, [Endpoint(stage.url(source, *flags))], concurrency=concurrency, **body)
@@ -154,7 +154,7 @@ def _server(
 
 
 def _requests(name: str, change: Change, source: str = POCKET, **body: Any) -> Callable[[Stage], list[Pair]]:
-    """Requests changed on their way to the candidate."""
+    """Fault by requests that are changed on their way to the candidate."""
 
     def plant(stage: Stage) -> list[Pair]:
         url = stage.url(source, "--max-finished", "1023")
@@ -164,7 +164,7 @@ def _requests(name: str, change: Change, source: str = POCKET, **body: Any) -> C
 
 
 def _records(change: Callable[[int, Observation], None]) -> Callable[[Stage], list[Pair]]:
-    """Observations of the candidate changed, by their number."""
+    """Fault by changed observations of the candidate, by their number."""
 
     def plant(stage: Stage) -> list[Pair]:
         pairs = stage.equal()
@@ -176,7 +176,7 @@ def _records(change: Callable[[int, Observation], None]) -> Callable[[Stage], li
 
 
 def _events(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Callable[[Stage], list[Pair]]:
-    """Events of the candidate's streams changed on their way, as a gateway could."""
+    """Fault by stream events of the candidate that are changed on their way, as by a gateway."""
 
     def one(_: int, record: Observation) -> None:
         events = change(record["stream_events"])
@@ -206,7 +206,7 @@ def _slow_prefill(stage: Stage) -> list[Pair]:
 
 
 def _slow_segment(stage: Stage) -> list[Pair]:
-    """Agents, who share the beginning of their prompts, on a candidate without a prefix cache."""
+    """Agents with a common prompt prefix, on a candidate without a prefix cache."""
     requests = [
         Request(f"agent-{at}", "agents", f"{DOCUMENT}{DOCUMENT} Task {at}")
         if at % 3 == 0

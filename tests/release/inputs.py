@@ -1,4 +1,4 @@
-"""Inputs of the gate for tests: files of observations, and what is read from them."""
+"""Inputs of the gate for tests: writes files of observations and reads them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def write_lines(path: Path, records: Iterable[Record]) -> Path:
 
 
 def read_into(store: Store, paths: Sequence[Path]) -> list[Source]:
-    """Read one file with both sides, or two."""
+    """Read one file with both sides, or two files."""
     if len(paths) == 1:
         return [read(store, paths[0], None)[0]]
     return [read(store, path, side)[0] for path, side in zip(paths, SIDES, strict=True)]
 
 
 def observations(path: Path, side: Side | None = "baseline", *, of: Side = "baseline") -> list[dict[str, Any]]:
-    """What a file holds, in the order of time and id, without the fields that are not known."""
+    """Observations of a file in the order of time and id, without unknown fields."""
     listed = ", ".join(f'"{name}"' for name in NAMES)
     with open_store() as store:
         read(store, path, side)
@@ -46,13 +46,13 @@ def observations(path: Path, side: Side | None = "baseline", *, of: Side = "base
 
 
 def evidence_of(store: Store, *paths: Path) -> Evidence:
-    """Evidence of one file with both sides, or of two; it lives as long as the store."""
+    """Evidence of one file with both sides, or of two files; it is valid as long as the store."""
     read_into(store, paths)
     return gather(store)
 
 
 def verdict_of(*paths: Path, **settings: Any) -> Verdict:
-    """The verdict on one file with both sides, or on two."""
+    """Verdict on one file with both sides, or on two files."""
     with open_store() as store:
         sources = read_into(store, paths)
         policy = policy_of(Layer("test", {"min_pairs": 1, **settings}))
@@ -60,5 +60,5 @@ def verdict_of(*paths: Path, **settings: Any) -> Verdict:
 
 
 def pair_file(path: Path, baseline: Sequence[Any], candidate: Sequence[Any]) -> Path:
-    """A document with both sides."""
+    """Document with both sides."""
     return write_json(path, {"baseline": list(baseline), "candidate": list(candidate)})

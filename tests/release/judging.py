@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def rows(count: int, **fields: Any) -> list[dict[str, Any]]:
-    """Observations of requests r0, r1, ..., a tenth of a second apart, with the same fields.
+    """Observations of requests r0, r1, ..., a tenth of a second apart, with equal fields.
 
     Args:
         fields: a function is called with the number of the request.
@@ -34,18 +34,18 @@ def rows(count: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def with_tokens(count: int, **fields: Any) -> list[dict[str, Any]]:
-    """Observations with the same answers on every side."""
+    """Observations with equal answers on all sides."""
     return rows(count, **{"token_ids": lambda number: [number, 1, 2], **fields})
 
 
 def written(path: Path, observations: Iterable[Row]) -> Path:
-    """A file of lines."""
+    """Write a file of lines."""
     path.write_text("".join(json.dumps(each) + "\n" for each in observations))
     return path
 
 
 def pair_line(index: int, *, differs: bool = False) -> str:
-    """A pair a line; the candidate says something else where it differs."""
+    """Line of a pair; the candidate's answer differs if requested."""
     sides = {
         side: {
             "ts": float(index),
@@ -58,7 +58,7 @@ def pair_line(index: int, *, differs: bool = False) -> str:
 
 
 class _Last:
-    """Evidence that was gathered last: many tests judge one by several policies, and gathering is what takes long."""
+    """Cache of the last evidence: many tests judge the same evidence by several policies, and gathering is slow."""
 
     def __init__(self) -> None:
         self._key = ""
@@ -67,7 +67,7 @@ class _Last:
         atexit.register(self._stores.close)
 
     def legs(self, folder: Path, sides: Sequence[Sequence[Row]], policy: Policy) -> list[tuple[Evidence, Any]]:
-        """Evidence on the first side beside each of the others."""
+        """Evidence on the first side against each of the others."""
         key = json.dumps([sides, policy.agreement_field, repr(policy.numeric_tolerances)])
         if key != self._key:
             self._stores.close()
@@ -95,7 +95,7 @@ def judged(
     policy: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Verdict:
-    """The verdict on both sides, by a policy of these fields."""
+    """Verdict on both sides, by a policy with these fields."""
     rules = policy_of(Layer("test", {**(policy or {}), **fields}))
     (evidence, sources), *beside = _LAST.legs(folder, [baseline, candidate, *([second] if second else [])], rules)
     leg = SecondBaseline(beside[0][0], beside[0][1][1]) if beside else None
@@ -103,16 +103,16 @@ def judged(
 
 
 def named(verdict: Verdict) -> dict[str, str]:
-    """Responses by signal, of all pairs."""
+    """Signals of all pairs, by name."""
     return {each.name: each.response.value for each in verdict.signals if each.segment == "all"}
 
 
 def signal(verdict: Verdict, name: str, segment: str = "all") -> Signal:
-    """The signal of that name."""
+    """Signal with that name."""
     [found] = [each for each in verdict.signals if (each.name, each.segment) == (name, segment)]
     return found
 
 
 def states(verdict: Verdict) -> dict[str, str]:
-    """States of series by signal, of all pairs."""
+    """States of series of all pairs, by name."""
     return {each.signal: each.state for each in verdict.series if each.segment == "all"}

@@ -1,7 +1,7 @@
-"""Mirrored runs for tests: the same requests to two real servers, answers as observations of both sides.
+"""Mirrored runs for tests: the same requests to two real servers, with observations of both sides.
 
-What a gateway between server and client would do is done where the client takes events; what a changed setting does is
-done by the server.
+Faults of a gateway between server and client are simulated when the client reads events; changed settings are settings
+of the server.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server as one side of a mirror knows it."""
+    """A server as one side of a mirror."""
 
     url: str
     replica: str = "r1"
     version: str = "v1"
     change: Callable[[Request, dict[str, Any]], None] | None = None
-    """Done to the bodies of requests."""
+    """Function that changes the bodies of requests."""
 
 
 def requests_of(name: str, count: int = 48, **body: Any) -> list[Request]:
-    """Short chats and long documents in turn; prompts are of this run alone, so that no cache knows them."""
+    """Short chats and long documents alternately; prompts are unique to this run, so no cache holds them."""
     found = []
     for number in range(count):
         is_document = number % 3 == 2
@@ -63,7 +63,7 @@ def requests_of(name: str, count: int = 48, **body: Any) -> list[Request]:
 async def mirror(
     baseline: Endpoint, candidates: Sequence[Endpoint], waves: Sequence[Sequence[Request]], concurrency: int = 2
 ) -> list[Pair]:
-    """Send waves of requests to both sides, each to both at the same time.
+    """Send waves of requests to both sides, each request to both at the same time.
 
     Args:
         candidates: replicas, asked in turn.
@@ -152,7 +152,7 @@ async def _stream(
     found: Observation,
     begin_s: float,
 ) -> str:
-    """Read an answer; returns what went wrong."""
+    """Read an answer; returns the failure."""
     async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
@@ -173,7 +173,7 @@ async def _stream(
 
 
 async def _pressure(client: httpx2.AsyncClient, url: str) -> Observation:
-    """Queue and KV pool of a server as a request finds them."""
+    """Queue and KV pool of a server at the arrival of a request."""
     text = (await client.get(f"{url}/metrics")).text
     gauges = {}
     for name in ("num_requests_waiting", "kv_cache_usage_perc"):
@@ -189,7 +189,7 @@ async def _pressure(client: httpx2.AsyncClient, url: str) -> Observation:
 
 
 def judged(pairs: Sequence[Pair], folder: Path, policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict of `lockstep gate` on the records of both sides, each in a file of its own."""
+    """Verdict of `lockstep gate` on the records of both sides, in one file each."""
     for side in ("baseline", "candidate"):
         lines = [json.dumps(pair[side]) + "\n" for pair in pairs if side in pair]
         (folder / f"{side}.jsonl").write_text("".join(lines))

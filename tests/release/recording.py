@@ -1,4 +1,4 @@
-"""Recordings of real servers and devices for tests: requests under settings and in company of a test's choice."""
+"""Recordings of real servers and devices for tests: requests with given settings and concurrent load."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ONLY_OUTPUTS: dict[str, Any] = {
     "max_kv_pressure_p95_increase": None,
     "min_join_rate": 0.7,
 }
-"""A policy that does not look at times: a machine that tests run on has other things to do as well. Some candidates
-answer further requests, so a part of their records is in no pair."""
+"""Policy that ignores times, because the machine has other load. Some candidates answer further requests, so some of
+their records have no pair."""
 
 
 def load(num_requests: int, seed: int, max_tokens: Sequence[int] = (8, 24)) -> list[tuple[str, dict[str, Any]]]:
@@ -68,7 +68,7 @@ def generation_requests(requests: Iterable[tuple[str, dict[str, Any]]]) -> list[
 def recorded(
     folder: Path, source: str, *flags: str, requests: Sequence[tuple[str, dict[str, Any]]], at_once: int = 8
 ) -> Path:
-    """A recording of a server that was asked those requests, so many of them at a time."""
+    """Recording of a server that answers these requests, with limited concurrency."""
     told = ("--served-model-name", "m", "--log-level", "error", "--trace", str(folder))
     with serve(source, *IN_THREAD, *told, *flags) as server:
         asyncio.run(_ask(server.base_url, requests, at_once))
@@ -94,7 +94,7 @@ def recorded_in_process(
     source: str = "stub://alpha",
     options: LoadOptions = SMALL,
 ) -> Path:
-    """A recording of a device that answers requests one after the other."""
+    """Recording of a device that answers requests one after the other."""
     with running(trace=TraceOptions(str(folder), has_content=has_content, key_file=key_file)) as bench:
         bench.ready("a", source, options)
         for number, request in enumerate(requests):
@@ -104,7 +104,7 @@ def recorded_in_process(
 
 
 def judged(baseline: Path, candidate: Path, **policy: Any) -> Verdict:
-    """The verdict on two recordings, under a policy of outputs alone but for what is given."""
+    """Verdict on two recordings, by a policy of outputs with the given changes."""
     with open_store() as store:
         found = read_recordings(store, [baseline, candidate])
         rules = policy_of(Layer("test", {**ONLY_OUTPUTS, **policy}))

@@ -1,4 +1,4 @@
-"""A field of an answer is found however a model wrote it, and equal values are equal texts."""
+"""Fields of answers are found in any formatting, and equal values give equal texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_a_field_is_the_same_whatever_stands_beside_it_and_however_it_is_spaced(value: Any) -> None:
+def test_a_field_is_equal_with_other_fields_and_spacing(value: Any) -> None:
     compact = json.dumps({"x": value, "y": 1})
     spaced = json.dumps({"y": 2, "x": value}, indent=3, ensure_ascii=False)
     fenced = f"Here it is:\n```json\n{spaced}\n```\nAnything else?"
@@ -31,17 +31,17 @@ def test_a_field_is_the_same_whatever_stands_beside_it_and_however_it_is_spaced(
 
 
 @given(values, values)
-def test_other_values_are_other_texts(one: Any, other: Any) -> None:
+def test_different_values_give_different_texts(one: Any, other: Any) -> None:
     texts = [field_of(json.dumps({"x": each}), "x") for each in (one, other)]
-    assert (texts[0] == texts[1]) == (_told_apart(one) == _told_apart(other))
+    assert (texts[0] == texts[1]) == (_distinguishable(one) == _distinguishable(other))
 
 
-def _told_apart(value: Any) -> Any:
-    """A value in which true is not 1, and 1.0 is."""
+def _distinguishable(value: Any) -> Any:
+    """Value in which true differs from 1, and 1.0 does not."""
     if isinstance(value, dict):
-        return {name: _told_apart(each) for name, each in value.items()}
+        return {name: _distinguishable(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_told_apart(each) for each in value]
+        return [_distinguishable(each) for each in value]
     return (type(value).__name__, value) if isinstance(value, bool | str) else value
 
 
@@ -62,7 +62,7 @@ def _told_apart(value: Any) -> Any:
         ("[" * 100_000, "a", None),
     ],
 )
-def test_paths_lead_through_objects_lists_and_texts(text: str, path: str, found: str | None) -> None:
+def test_paths_traverse_objects_lists_and_texts(text: str, path: str, found: str | None) -> None:
     assert field_of(text, path) == found
 
 
@@ -77,7 +77,7 @@ def test_paths_lead_through_objects_lists_and_texts(text: str, path: str, found:
         f"<tool_call>\n{json.dumps(CALL, indent=2)}\n</tool_call>",
     ],
 )
-def test_a_tool_call_is_its_name_and_arguments_in_any_dialect(text: str) -> None:
+def test_a_tool_call_is_equal_in_any_format(text: str) -> None:
     assert field_of(text, "tool_call") == '[["route",{"id":3,"why":"late"}]]'
 
 
@@ -94,7 +94,7 @@ def test_calls_are_distinguished_by_number_order_name_and_arguments() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', '[{"name": 3}]', "<tool_call>no</tool_call>", '["route"]'])
-def test_what_is_no_call_has_none(text: str) -> None:
+def test_texts_without_a_call_have_none(text: str) -> None:
     assert field_of(text, "tool_call") is None
 
 

@@ -1,4 +1,4 @@
-"""Causes are told from all figures together, and what leads to other signals is named before them."""
+"""Causes follow from all figures together, and causes precede the signals that they lead to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 
 def observation(number: int, **changes: Any) -> Observation:
-    """An answer of 11 tokens: 100 ms to the first, 10 ms to each other one."""
+    """Answer of 11 tokens: 100 ms to the first, 10 ms to each other one."""
     first, gap, tokens = changes.pop("first", 100.0), changes.pop("gap", 10.0), changes.pop("tokens", 11)
     return {
         "request_id": f"r{number}",
@@ -36,7 +36,7 @@ def observation(number: int, **changes: Any) -> Observation:
 
 
 def first_of(tmp_path: Path, policy: dict[str, Any] | None = None, **changes: Any) -> tuple[str, str]:
-    """Signal and cause of the first item where all the candidate's answers have these changes."""
+    """Signal and cause of the first item if all answers of the candidate have these changes."""
     pairs: list[Pair] = [
         {"baseline": observation(number), "candidate": observation(number, **copy.deepcopy(changes))}
         for number in range(40)
@@ -106,7 +106,7 @@ def test_answers_that_were_cut_off_are_named_before_the_times_that_this_changes(
     assert (second["signal"], second["severity"]) == ("decode", "critical")
 
 
-def test_an_answer_that_differs_is_a_rollback_and_goes_before_late_ones(tmp_path: Path) -> None:
+def test_a_differing_answer_rolls_back_and_precedes_late_ones(tmp_path: Path) -> None:
     pairs: list[Pair] = [
         {
             "baseline": observation(number, token_ids=[1, 2, 3]),
@@ -131,7 +131,7 @@ def test_a_segment_that_explains_a_signal_is_named_once_where_segments_decide_to
     assert [item["segment"] for item in triage if item["signal"] == "decode"] == ["mail"]
 
 
-def test_owners_are_found_by_the_place_that_explains_a_signal(tmp_path: Path) -> None:
+def test_owners_are_matched_by_the_place_that_explains_a_signal(tmp_path: Path) -> None:
     pairs: list[Pair] = []
     for number in range(80):
         replica = f"r{number % 4}"
@@ -161,14 +161,14 @@ def test_kinds_of_differing_answers_are_distinguished(candidate: str, kind: str)
 
 
 @given(TOKENS, st.integers(0, 11))
-def test_an_answer_without_one_of_its_tokens_is_cut_off_or_thinned_out(answer: list[int], place: int) -> None:
+def test_a_missing_token_is_at_the_end_or_inside(answer: list[int], place: int) -> None:
     place %= len(answer)
     thinned = answer[:place] + answer[place + 1 :]
     assert kind_of_difference(answer, thinned) in ("truncated", "dropped-tokens")
 
 
 @given(TOKENS, st.integers(0, 11))
-def test_an_answer_with_one_of_its_tokens_doubled_is_longer_or_doubled(answer: list[int], place: int) -> None:
+def test_a_doubled_token_is_at_the_end_or_inside(answer: list[int], place: int) -> None:
     place %= len(answer)
     doubled = answer[: place + 1] + answer[place:]
     assert kind_of_difference(answer, doubled) in ("longer-answers", "doubled-tokens")
@@ -185,7 +185,7 @@ def test_the_verdict_has_the_cause_with_its_evidence_and_an_action(tmp_path: Pat
     assert json.dumps(first)
 
 
-def test_a_failure_is_not_missing_evidence_of_streaming_as_well(tmp_path: Path) -> None:
+def test_a_failure_is_not_also_missing_streaming_evidence(tmp_path: Path) -> None:
     pairs: list[Pair] = []
     for number in range(40):
         failed = {"request_id": f"r{number}", "ts": number, "ok": False, "error": "full"}

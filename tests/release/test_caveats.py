@@ -1,4 +1,4 @@
-"""Warnings name what does not decide and a person should see: fields, partners and segments that figures hide."""
+"""Warnings report facts that do not decide: fields, partners and segments that totals hide."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def warned(verdict: Any) -> list[str]:
 
 
 def layouts(folder: Path, last: dict[str, Any]) -> dict[str, list[Path]]:
-    """Files of both sides in each layout, the candidate's last record with further fields."""
+    """Files of both sides in each layout; the candidate's last record has further fields."""
     baseline, candidate = with_tokens(30), with_tokens(30)
     candidate[-1] |= last
     pairs = [
@@ -80,7 +80,7 @@ def test_gaps_in_another_unit_are_refused(tmp_path: Path, factor: float) -> None
         )
 
 
-def test_gaps_of_buffered_tokens_are_no_other_unit(tmp_path: Path) -> None:
+def test_gaps_of_buffered_tokens_do_not_count_as_another_unit(tmp_path: Path) -> None:
     baseline = with_tokens(30, ttft_ms=20.0, token_latencies_ms=[40.0, 40.0])
     buffered = with_tokens(30, ttft_ms=99.0, token_latencies_ms=[0.01, 0.01])
     assert named(judged(tmp_path, baseline, buffered)) == {"ttft": "hold", "missing-metric": "hold"}
@@ -109,7 +109,7 @@ def test_retried_records_are_not_missing(tmp_path: Path) -> None:
 
 
 def sides(factor: float, count: int = 600) -> Any:
-    """A segment of 3 % of the traffic, so many times slower on the candidate."""
+    """A segment of 3 % of the traffic that is slower on the candidate by a factor."""
     label: Any = {"segment": lambda number: "legal" if number % 33 == 0 else "rest"}
     latency = lambda number: (100.0 + number % 7) * (factor if number % 33 == 0 else 1)  # noqa: E731  # used once
     return with_tokens(count, latency_ms=lambda number: 100.0 + number % 7, **label), with_tokens(
@@ -118,7 +118,7 @@ def sides(factor: float, count: int = 600) -> Any:
 
 
 @pytest.mark.parametrize("policy", [{}, SEQUENTIAL])
-def test_a_slower_segment_that_all_pairs_hide_is_a_warning(tmp_path: Path, policy: Any) -> None:
+def test_a_slower_segment_hidden_in_all_pairs_is_a_warning(tmp_path: Path, policy: Any) -> None:
     verdict = judged(tmp_path, *sides(1.486), policy=policy)
     [found] = verdict.warnings
     assert (found.name, found.segment, found.examples[0]) == ("slower-segment", "legal", "r33")
@@ -132,7 +132,7 @@ def test_a_slower_segment_decides_where_segments_are_enforced(tmp_path: Path) ->
     assert verdict.warnings == ()
 
 
-def test_noise_of_a_small_segment_is_no_warning(tmp_path: Path) -> None:
+def test_noise_of_a_small_segment_gives_no_warning(tmp_path: Path) -> None:
     label: Any = {"segment": lambda number: "a" if number % 20 == 0 else "b"}
     first, second = (
         with_tokens(400, latency_ms=lambda number, step=step: 100.0 + (number * step) % 83, **label)
@@ -141,7 +141,7 @@ def test_noise_of_a_small_segment_is_no_warning(tmp_path: Path) -> None:
     assert "slower-segment" not in warned(judged(tmp_path, first, second, max_latency_p95_ratio=1.01))
 
 
-def test_errors_of_a_segment_that_all_pairs_hide_are_a_warning(tmp_path: Path) -> None:
+def test_errors_of_a_segment_hidden_in_all_pairs_are_a_warning(tmp_path: Path) -> None:
     label: Any = {"segment": lambda number: "odd" if number % 4 == 1 else "even"}
     failing = with_tokens(100, ok=lambda number: number not in (1, 5), **label)
     verdict = judged(tmp_path, with_tokens(100, **label), failing, max_error_rate_increase=3)
@@ -163,7 +163,7 @@ def test_errors_of_a_segment_that_all_pairs_hide_are_a_warning(tmp_path: Path) -
         ("kv-pressure", "kv_used", 10.0, 90.0),
     ],
 )
-def test_signals_of_times_and_pressure_carry_the_requests_that_grew_most(
+def test_signals_of_times_and_pressure_list_the_requests_with_the_largest_increase(
     tmp_path: Path, name: str, field: str, fast: Any, slow: Any
 ) -> None:
     first = with_tokens(40, kv_total=100.0, **{field: fast})
@@ -171,7 +171,7 @@ def test_signals_of_times_and_pressure_carry_the_requests_that_grew_most(
     assert signal(judged(tmp_path, first, second), name).examples == ("r7", "r11", "r23")
 
 
-def test_signals_of_series_carry_requests(tmp_path: Path) -> None:
+def test_signals_of_series_list_requests(tmp_path: Path) -> None:
     slower = judged(tmp_path, with_tokens(1200), with_tokens(1200, latency_ms=150.0), policy=SEQUENTIAL)
     assert states(slower)["latency"] == "outside"
     assert len(signal(slower, "latency").examples) == 5

@@ -1,4 +1,4 @@
-"""A file is what its bytes say, whatever its name; what is not whole, or can run code, is refused."""
+"""The type of a file follows from its bytes, not its name; incomplete files and files that can run code are refused."""
 
 from __future__ import annotations
 
@@ -65,32 +65,32 @@ def big_lines() -> bytes:
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
 @pytest.mark.parametrize("part", [0.3, 0.9, 0.999])
-def test_what_was_cut_off_while_packed_is_refused(tmp_path: Path, pack: Callable[[bytes], bytes], part: float) -> None:
+def test_a_truncated_compressed_file_is_refused(tmp_path: Path, pack: Callable[[bytes], bytes], part: float) -> None:
     data = pack(big_lines())
     with pytest.raises(EvidenceError, match=r"input: incomplete or damaged"):
         looked_at(tmp_path, data[: int(len(data) * part)])
 
 
-def test_a_packed_file_whose_checksum_is_wrong_is_refused(tmp_path: Path) -> None:
+def test_a_compressed_file_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
     data = bytearray(gzip.compress(big_lines()))
     data[-6] ^= 0xFF
     with pytest.raises(EvidenceError, match=r"input: incomplete or damaged: CRC"):
         looked_at(tmp_path, bytes(data))
 
 
-def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_decompresses_beyond_the_free_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match=r"input: more than .* when decompressed"):
         looked_at(tmp_path, zstandard.compress(bytes((1 << 20) + 1)), max_unpacked_bytes=1 << 20)
 
 
-def test_a_document_that_is_too_large_is_refused_with_what_is_not(tmp_path: Path) -> None:
+def test_a_document_that_is_too_large_is_refused_with_an_alternative(tmp_path: Path) -> None:
     document = json.dumps({"baseline": [{"request_id": str(i)} for i in range(60_000)]}, indent=1).encode()
     with pytest.raises(EvidenceError, match=r"JSON document of more than 1 MiB; write one observation per line"):
         looked_at(tmp_path, document, max_document_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_pickles_are_called_by_their_name(tmp_path: Path, protocol: int) -> None:
+def test_pickles_are_refused_by_name(tmp_path: Path, protocol: int) -> None:
     with pytest.raises(EvidenceError, match="pickles are not supported, since loading one can run code"):
         looked_at(tmp_path, pickle.dumps([{"rid": "a"}], protocol=protocol))
 
@@ -111,12 +111,12 @@ def test_pickles_are_called_by_their_name(tmp_path: Path, protocol: int) -> None
         (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "JSON that is nested too deeply"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_a_reason(tmp_path: Path, data: bytes, message: str) -> None:
+def test_unreadable_files_are_refused_with_a_reason(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(EvidenceError, match=f"input: .*{message}"):
         looked_at(tmp_path, data)
 
 
-def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+def test_paths_that_are_not_files_are_refused_without_waiting(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match="nothing: cannot be read: No such file"):
         content_of(tmp_path / "nothing", tmp_path / "plain")
     os.mkfifo(tmp_path / "pipe")
@@ -125,5 +125,5 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path) -> None
             content_of(path, tmp_path / "plain")
 
 
-def test_names_with_the_letters_of_patterns_are_names(tmp_path: Path) -> None:
+def test_file_names_with_pattern_characters_are_literal(tmp_path: Path) -> None:
     assert looked_at(tmp_path, LINES, "what [is] this*?.jsonl").kind == "lines"

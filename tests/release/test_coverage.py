@@ -1,4 +1,4 @@
-"""A promotion needs evidence: what one side has and the other lacks, and answers without output, hold."""
+"""A promotion needs evidence: fields that only one side has, and answers without output, cause a hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMES: Any = {"ttft_ms": 10.0, "token_latencies_ms": [5.0, 6.0]}
 
 
 def only(*numbers: int, value: Any = None) -> Any:
-    """A value of some requests alone; without one: the tokens of `with_tokens`."""
+    """Value of some requests; the default is the tokens of `with_tokens`."""
     return lambda number: (value or [number, 1, 2]) if number in numbers else None
 
 
@@ -32,7 +32,7 @@ def test_gate_holds_when_candidate_lacks_a_metric_that_the_baseline_has(tmp_path
     assert verdict.warnings == ()
 
 
-def test_a_metric_without_a_bound_is_not_missed_in_threshold_mode(tmp_path: Path) -> None:
+def test_a_metric_without_a_bound_is_not_required_in_threshold_mode(tmp_path: Path) -> None:
     sides: Any = with_tokens(30, **TIMES), with_tokens(30)
     unbounded: Any = {"max_ttft_p95_ratio": None, "max_decode_p95_ratio": None}
     assert judged(tmp_path, *sides, **unbounded).decision is Decision.PROMOTE
@@ -53,8 +53,8 @@ def test_sequential_promotion_needs_latency_unless_the_policy_requires_no_series
     assert "it covers ttft, decode, errors, output-mismatch, missing-pairs, and nothing else" in allowed.guarantee
 
 
-def test_percentiles_are_of_pairs_that_have_the_number_on_both_sides(tmp_path: Path) -> None:
-    """A candidate 30 % slower whose slow answers have no latency looked faster: its percentile was of the others."""
+def test_percentiles_use_pairs_with_the_number_on_both_sides(tmp_path: Path) -> None:
+    """Otherwise a candidate that is 30 % slower, with missing latencies of its slow answers, would look faster."""
     latency = [100.0 + number for number in range(100)]
     baseline = with_tokens(100, latency_ms=lambda number: latency[number])
     candidate = with_tokens(100, latency_ms=lambda number: 1.3 * latency[number] if number < 56 else None)
@@ -85,15 +85,15 @@ def test_a_few_missing_values_are_a_warning_and_many_hold(tmp_path: Path) -> Non
     assert named(verdict(11)) == {"missing-metric": "hold"}
 
 
-def test_what_the_baseline_never_has_is_a_warning(tmp_path: Path) -> None:
+def test_a_field_that_the_baseline_never_has_is_a_warning(tmp_path: Path) -> None:
     verdict = judged(tmp_path, with_tokens(30), with_tokens(30, **TIMES))
     assert verdict.decision is Decision.PROMOTE
     assert [each.name for each in verdict.warnings] == ["no-baseline-values"] * 2
     assert verdict.summary.figures["ttft_p95_ms"].ratio is None
 
 
-def test_gaps_of_a_tenth_of_a_millisecond_are_no_evidence_of_one_side_alone(tmp_path: Path) -> None:
-    """Gaps in seconds are so small, and so are those of tokens that a gateway buffered."""
+def test_gaps_of_a_tenth_of_a_millisecond_on_one_side_are_not_evidence(tmp_path: Path) -> None:
+    """Gaps in seconds are as small as those of tokens that a gateway buffered."""
     seconds = with_tokens(30, token_latencies_ms=[0.05, 0.06])
     verdict = judged(tmp_path, with_tokens(30, token_latencies_ms=[5.0, 6.0]), seconds)
     assert named(verdict) == {"missing-metric": "hold"}
@@ -126,7 +126,7 @@ def test_gate_holds_when_a_successful_answer_carries_no_output(tmp_path: Path) -
     assert "missing-output" not in named(judged(tmp_path, with_tokens(60), failed))
 
 
-def test_answers_that_never_have_the_field_are_left_out_of_the_comparable_rate(tmp_path: Path) -> None:
+def test_answers_without_the_field_are_excluded_from_the_comparable_rate(tmp_path: Path) -> None:
     side = rows(60, text=lambda number: '{"x": 1}' if number % 2 else "prose")
     verdict = judged(tmp_path, side, side, outputs="agreement(x)")
     assert (verdict.decision, verdict.coverage["comparable_rate"]) == (Decision.PROMOTE, 1.0)
@@ -147,7 +147,7 @@ def test_the_lower_bound_of_agreement_takes_part_in_the_decision(tmp_path: Path)
 
 
 def test_sequential_promotion_needs_mismatches_to_be_certainly_rare(tmp_path: Path) -> None:
-    """Half of the answers can be compared, so that their rate of mismatches is less certain than that of errors."""
+    """Half of the answers are comparable, so their rate of mismatches is less certain than that of errors."""
     half = rows(4_000, token_ids=lambda number: [number, 1, 2] if number % 2 else None)
     few: Any = {**SEQUENTIAL, "min_comparable_rate": 0, "min_output_rate": 0}
     verdict = judged(tmp_path, half, half, policy=few)
@@ -162,7 +162,7 @@ IGNORE: Any = {"outputs": "ignore"}
 
 
 @pytest.mark.parametrize("mode", ["threshold", "sequential"])
-def test_empty_answers_are_failures_though_outputs_are_ignored(tmp_path: Path, mode: str) -> None:
+def test_empty_answers_are_failures_even_if_outputs_are_ignored(tmp_path: Path, mode: str) -> None:
     baseline, candidate = (rows(300, output_tokens=tokens) for tokens in (64, 0))
     verdict = judged(tmp_path, baseline, candidate, policy=IGNORE, mode=mode)
     assert (verdict.decision, verdict.signals[0].name) == (Decision.ROLLBACK, "errors")
@@ -170,7 +170,7 @@ def test_empty_answers_are_failures_though_outputs_are_ignored(tmp_path: Path, m
     assert verdict.summary.healthy == 0
 
 
-def test_answers_that_are_empty_on_both_sides_are_no_difference_and_no_evidence(tmp_path: Path) -> None:
+def test_answers_that_are_empty_on_both_sides_are_neither_a_difference_nor_evidence(tmp_path: Path) -> None:
     some = rows(40, output_tokens=lambda number: 64 * (number % 4 > 0))
     assert judged(tmp_path, some, some, policy=IGNORE).decision is Decision.PROMOTE
     empty = rows(40, output_tokens=0)
@@ -195,7 +195,7 @@ def test_a_change_of_length_may_be_allowed(tmp_path: Path, bound: float | None) 
     assert verdict.summary.figures["output_tokens_mean"].ratio == 0.5
 
 
-def test_a_part_of_the_answers_that_is_cut_short_is_a_warning(tmp_path: Path) -> None:
+def test_a_share_of_shortened_answers_is_a_warning(tmp_path: Path) -> None:
     cut = rows(100, output_tokens=lambda number: 20 if number % 10 == 3 else 64)
     verdict = judged(tmp_path, rows(100, output_tokens=64), cut, policy=IGNORE)
     assert verdict.decision is Decision.PROMOTE

@@ -1,4 +1,4 @@
-"""Decisions of two recordings say what another setting would do to a load, and how far that can be trusted."""
+"""Decisions of two recordings predict the effect of another setting on a load, with an error."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.replay.test_recording import COST, LIMITS, crowd
 
 TIGHT = replace(LIMITS, max_num_seqs=2)
 DIGITS = 0.02
-"""Recorded times are whole microseconds, and prices are fitted to them."""
+"""Relative precision: recorded times are whole microseconds, and prices are fitted to them."""
 
 
 def simulated(path: Path, config: SchedulerConfig, load: Workload | None = None) -> tuple[Trace, dict[str, float]]:
-    """A recording of a logical clock, whose steps cost what `COST` says, and the figures of its requests."""
+    """Recording of a logical clock with the step prices `COST`, and the figures of its requests."""
     load = crowd() if load is None else load
     with RunRecording(path, load, config, COST) as recording:
         run = Simulation(load, config, COST, watchers=[recording], on_arrival=recording.arrived).run()
@@ -56,7 +56,7 @@ def engine_of(decisions: dict[str, Any]) -> dict[str, Any]:
     return engine
 
 
-def test_the_prediction_is_what_the_candidate_then_does(
+def test_the_prediction_matches_the_candidate(
     baseline: tuple[Trace, dict[str, float]], candidate: tuple[Trace, dict[str, float]]
 ) -> None:
     engine = engine_of(decisions_of(baseline[0], candidate[0]))
@@ -88,20 +88,20 @@ def test_a_recording_against_itself_has_no_difference_and_no_predicted_change(
     assert {figure["change"] for figure in engine["prediction"]["figures"].values()} == {0.0}
 
 
-def test_too_few_steps_give_no_prediction_and_say_so(folder: Path) -> None:
+def test_too_few_steps_give_a_warning_instead_of_a_prediction(folder: Path) -> None:
     few = replace(crowd(), requests=tuple(crowd().requests)[:2])
     trace, _ = simulated(folder / "few.lstrace", LIMITS, few)
     prediction = engine_of(decisions_of(trace, trace))["prediction"]
-    assert "too few for a cost model" in prediction["unknown"]
+    assert "a cost model needs at least" in prediction["unknown"]
 
 
 @pytest.fixture(scope="module")
 def verdict(baseline: tuple[Trace, dict[str, float]], candidate: tuple[Trace, dict[str, float]]) -> Verdict:
-    """Of the two simulated runs, which answered nothing, so that times alone are judged."""
+    """Verdict on two simulated runs without answers, so only times are judged."""
     return judged(baseline[0].files[0], candidate[0].files[0], outputs="ignore")
 
 
-def test_decisions_inform_and_do_not_decide(verdict: Verdict) -> None:
+def test_scheduler_decisions_do_not_decide_the_verdict(verdict: Verdict) -> None:
     assert verdict.decision is Decision.PROMOTE
     assert verdict.signals == ()
     [item] = verdict.triage
@@ -114,14 +114,14 @@ def test_simulated_runs_pair_by_the_place_of_their_requests(verdict: Verdict) ->
     assert verdict.joining.by_key == {"index": 120}
 
 
-def test_a_candidate_that_is_predicted_to_be_better_is_nothing_to_look_after(
+def test_a_candidate_with_better_predictions_gives_no_item(
     verdict: Verdict, baseline: tuple[Trace, dict[str, float]], candidate: tuple[Trace, dict[str, float]]
 ) -> None:
     assert not judged(candidate[0].files[0], baseline[0].files[0], outputs="ignore").triage
     assert not judged(baseline[0].files[0], baseline[0].files[0], outputs="ignore").triage
 
 
-def test_the_report_shows_settings_difference_prediction_and_trust(verdict: Verdict) -> None:
+def test_the_report_shows_settings_difference_prediction_and_error(verdict: Verdict) -> None:
     text = to_markdown(document_of(verdict))
     assert "max_num_seqs: 5 -> 2" in text
     assert "on the candidate's settings" in text
@@ -132,7 +132,7 @@ def test_the_report_shows_settings_difference_prediction_and_trust(verdict: Verd
         assert reason in text
 
 
-def test_a_figure_is_predicted_only_where_the_replay_was_near_what_was_measured() -> None:
+def test_a_figure_is_predicted_only_if_the_replay_was_accurate() -> None:
     for error in (-MAX_ERROR, 0.0, MAX_ERROR):
         assert figure_of(100.0, 100.0 * (1 + error), 200.0)["candidate"] == 200.0
     for figure in (figure_of(100.0, 233.0, 500.0), figure_of(100.0, 40.0, 10.0), figure_of(None, 1.0, 2.0)):
@@ -141,7 +141,7 @@ def test_a_figure_is_predicted_only_where_the_replay_was_near_what_was_measured(
     assert figure_of(100.0, 233.0, 500.0)["error"] == pytest.approx(1.33)
 
 
-def test_what_a_bad_replay_would_predict_is_left_out_of_report_and_triage(
+def test_predictions_of_an_inaccurate_replay_are_omitted(
     baseline: tuple[Trace, dict[str, float]],
     candidate: tuple[Trace, dict[str, float]],
     monkeypatch: pytest.MonkeyPatch,
@@ -186,7 +186,7 @@ def test_a_loss_counts_beyond_the_margin_and_the_error_of_the_replay(
     assert is_worse(name, {"change": change, "error": error}, 0.05) is expected
 
 
-def test_figures_are_of_the_requests_that_there_are() -> None:
+def test_figures_use_the_existing_requests() -> None:
     assert figures_of([]) == {}
     done = RequestOutcome("r", 0, 0, "", 3, num_output_tokens=4, first_token_ps=10**9, finished_ps=4 * 10**9)
     done.arrival_ps = 0

@@ -1,4 +1,4 @@
-"""Evidence is columns of pairs in the order of time, and a verdict has the same bytes in whatever order rows stand."""
+"""Evidence is columns of pairs in the order of time, and a verdict's bytes do not depend on the order of rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_pairs_are_ordered_by_time_then_key(tmp_path: Path) -> None:
     assert evidence.pairs.is_timed
 
 
-def test_a_time_that_one_side_alone_has_is_the_pairs_and_one_that_none_has_is_unknown(tmp_path: Path) -> None:
+def test_a_pair_has_the_time_of_either_side_or_none(tmp_path: Path) -> None:
     baseline = [{"request_id": "a"}, {"request_id": "b"}]
     candidate = [{"request_id": "a", "ts": 5.0}, {"request_id": "b"}]
     with open_store() as store:
@@ -48,7 +48,7 @@ def test_a_time_that_one_side_alone_has_is_the_pairs_and_one_that_none_has_is_un
     assert not pairs.is_timed
 
 
-def test_what_a_side_does_not_say_is_no_number(tmp_path: Path) -> None:
+def test_missing_values_are_not_numbers(tmp_path: Path) -> None:
     baseline = {"request_id": "a", "latency_ms": 5.0, "kv_used": 1.0, "kv_total": 4.0, "token_latencies_ms": [2.0, 4.0]}
     candidate = {"request_id": "a", "ttft_ms": 3.0, "queue_depth": 2.0, "error": "boom"}
     with open_store() as store:
@@ -88,7 +88,7 @@ def test_segments_are_cut_by_model_backends_accelerator_and_label(tmp_path: Path
     assert {each.name for each in pairs.segments} == {"m, vllm -> sglang, y, chat", "n, vllm -> vllm", "code"}
 
 
-def test_only_the_largest_segments_have_figures_of_their_own(tmp_path: Path) -> None:
+def test_only_the_largest_segments_have_figures(tmp_path: Path) -> None:
     labels = [*(f"s{number:03}" for number in range(MAX_SEGMENTS)), *("s000", "s001"), "rare-1", "rare-2"]
     labels += [f"s{number:03}" for number in range(MAX_SEGMENTS)]
     records = [{"request_id": str(place), "segment": label} for place, label in enumerate(labels)]
@@ -108,7 +108,7 @@ def test_records_without_a_partner_are_placed_between_the_pairs(tmp_path: Path) 
     assert list(zip(pairs.missing_at.tolist(), pairs.missing.tolist(), strict=True)) == [(0, -1.0), (1, 1.0), (2, 1.0)]
 
 
-def test_traces_of_tokens_are_compared_where_both_sides_have_one(tmp_path: Path) -> None:
+def test_token_traces_are_compared_if_both_sides_have_one(tmp_path: Path) -> None:
     given = [{"token_trace_fingerprint": each} for each in "xy"]
     tokens = [{"token_ids": each} for each in ([1, 2], [1, 3])]
     pairs: list[tuple[Record, Record]] = [
@@ -130,7 +130,7 @@ def test_traces_of_tokens_are_compared_where_both_sides_have_one(tmp_path: Path)
 
 
 def records_of(draw: Any, num: int, side: int) -> list[Record]:
-    """Observations with everything that decides, ids that repeat and ids that are missing."""
+    """Observations with all deciding fields, with repeated and missing ids."""
     found: list[Record] = []
     for place in range(num):
         record: dict[str, Any] = {
@@ -166,7 +166,7 @@ def one_file(write: Callable[[Path, list[dict[str, Any]]], Path]) -> Callable[[P
 
 
 def as_pairs(path: Path, sides: list[list[Record]]) -> Path:
-    """Each observation alone in its pair: which belong together, their keys tell."""
+    """Each observation alone in a pair; the keys determine which belong together."""
     return write_lines(path, [{name: each} for name, side in zip(SIDES, sides, strict=True) for each in side])
 
 
@@ -219,7 +219,7 @@ def check_layouts(folder: Path, sides: list[list[Record]], mode: str, random: An
         assert without_inputs(to_json(verdict_of(path, mode=mode))) == without_inputs(verdict), name
 
 
-def test_pairs_without_any_id_are_named_after_what_they_hold(tmp_path: Path) -> None:
+def test_pairs_without_an_id_are_named_by_their_content(tmp_path: Path) -> None:
     pairs = [{"baseline": {"token_ids": [place]}, "candidate": {"token_ids": [place, 1]}} for place in range(30)]
     verdicts = {to_json(verdict_of(write_lines(tmp_path / "input", order))) for order in (pairs, pairs[::-1])}
     assert len(verdicts) == 1

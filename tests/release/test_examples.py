@@ -1,4 +1,4 @@
-"""The examples that come with the gate: their verdicts, and what each verdict has to say."""
+"""Examples of the gate: their verdicts with the contents."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_streaming_mirror_is_promoted_with_whole_coverage(tmp_path: Path) -> N
     assert verdict["sides"]["candidate"]["scheduler"] == ["continuous-batching"]
 
 
-def test_every_output_tells_the_same_decision(
+def test_every_output_has_the_same_decision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary, junit, page = tmp_path / "summary.md", tmp_path / "gate.xml", tmp_path / "gate.html"

@@ -1,4 +1,4 @@
-"""Facts of observations: what stream events mean, which numbers are refused, digests that no order changes."""
+"""Facts of observations: derived from stream events, with refused numbers and digests independent of order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_first_token_and_gaps_follow_from_events_in_the_order_of_their_indices(t
     )
 
 
-def test_what_is_given_goes_before_what_events_tell(tmp_path: Path) -> None:
+def test_given_values_precede_those_of_events(tmp_path: Path) -> None:
     record = {**events((0, 7, 10.0), (1, 8, 15.0)), "ttft_ms": 9.0, "token_latencies_ms": [4.0, 6.0, 8.0]}
     assert facts_of(tmp_path, record, "ttft_ms, decode_ms, num_gaps") == (9.0, 6.0, 3)
 
@@ -56,18 +56,18 @@ def test_what_is_given_goes_before_what_events_tell(tmp_path: Path) -> None:
         (events((0, 7, 10.0), (1, 8, 9.0)), False, True),
     ],
 )
-def test_faulty_events_are_left_out_and_counted(tmp_path: Path, record: Record, doubled: bool, falling: bool) -> None:
+def test_faulty_events_are_omitted_and_counted(tmp_path: Path, record: Record, doubled: bool, falling: bool) -> None:
     columns = "doubled, falling, ttft_ms, decode_ms, num_gaps, streamed"
     assert facts_of(tmp_path, record, columns) == (doubled, falling, None, None, 0, False)
 
 
 def test_tokens_of_events_with_falling_stamps_still_count(tmp_path: Path) -> None:
-    """Their order is told by the indices, and only their times are in doubt."""
+    """The indices give the order; only the times are uncertain."""
     assert facts_of(tmp_path, events((0, 7, 10.0), (1, 8, 9.0)), "tokens_hash IS NOT NULL") == (True,)
     assert facts_of(tmp_path, events((0, 7, 10.0), (0, 8, 9.0)), "tokens_hash IS NOT NULL") == (False,)
 
 
-def test_an_event_alone_is_a_trace_of_its_stream(tmp_path: Path) -> None:
+def test_a_single_event_is_a_trace_of_its_stream(tmp_path: Path) -> None:
     assert facts_of(tmp_path, events((0, 7, 10.0)), "streamed, num_gaps, ttft_ms") == (True, 0, 10.0)
     assert facts_of(tmp_path, {"token_latencies_ms": []}, "streamed") == (False,)
 
@@ -80,7 +80,7 @@ def test_provenance_is_route_and_scheduler(tmp_path: Path, record: Record, route
     assert facts_of(tmp_path, record, "routed") == (routed,)
 
 
-def test_pressure_is_the_used_part_of_the_cache(tmp_path: Path) -> None:
+def test_pressure_is_the_used_share_of_the_cache(tmp_path: Path) -> None:
     assert facts_of(tmp_path, {"kv_used": 3, "kv_total": 4}, "kv_pressure") == (0.75,)
     assert facts_of(tmp_path, {"kv_used": 0, "kv_total": 0}, "kv_pressure") == (None,)
 
@@ -105,10 +105,10 @@ def test_pressure_is_the_used_part_of_the_cache(tmp_path: Path) -> None:
         ("ttft_ms", '43.0, "latency_ms": 0.2', "is more than ten times latency_ms; both must be in milliseconds"),
     ],
 )
-def test_a_number_that_cannot_be_is_refused_by_file_field_and_request(
+def test_an_impossible_number_is_refused_by_file_field_and_request(
     tmp_path: Path, field: str, value: Any, right: str
 ) -> None:
-    """Also NaN, which DuckDB reads and JSON does not know."""
+    """Also NaN, which DuckDB accepts although JSON does not have it."""
     path = tmp_path / "input"
     path.write_text(json.dumps({"request_id": "good"}) + f'\n{{"request_id": "bad", "{field}": {value}}}\n')
     with open_store() as store:
@@ -153,7 +153,7 @@ OTHER: dict[str, Any] = {
     "health": "degraded",
 }
 NOT_DIGESTED = {"side", "logprobs", "health", "stream_events"}
-"""They decide nothing, or do so by what is made of them: ok, tokens, times."""
+"""Fields that decide nothing, or only through other fields: ok, tokens, times."""
 
 
 def test_the_digest_depends_on_every_field_that_decides(tmp_path: Path) -> None:

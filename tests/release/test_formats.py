@@ -1,4 +1,4 @@
-"""Files with the field names of each tool become the same observations; versions that nobody knows are refused."""
+"""Files of each tool become the same observations; unknown versions are refused."""
 
 from __future__ import annotations
 
@@ -173,12 +173,12 @@ def test_sglang_bench_arrays_are_requests_of_its_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sglang", "sglang-native", "sglang-oai-chat"])
-def test_all_ways_to_call_sglang_are_one_engine(tmp_path: Path, backend: str) -> None:
+def test_all_names_of_sglang_are_one_engine(tmp_path: Path, backend: str) -> None:
     run = {**SGLANG_RUN, **BENCH_ARRAYS, "backend": backend}
     assert {each["backend"] for each in observations(write_json(tmp_path / "run.json", run))} == {"sglang"}
 
 
-def test_arrays_of_unlike_lengths_are_refused(tmp_path: Path) -> None:
+def test_arrays_of_different_lengths_are_refused(tmp_path: Path) -> None:
     run = {**VLLM_RUN, **BENCH_ARRAYS, "ttfts": [0.1]}
     with pytest.raises(EvidenceError, match=r"run\.json: the arrays differ in length: .*ttfts 1"):
         observations(write_json(tmp_path / "run.json", run))
@@ -274,7 +274,7 @@ def test_requests_of_sglang_are_found_among_other_lines_of_its_output(tmp_path: 
     assert found.keys() & {"token_ids", "text"} == set()
 
 
-def test_text_and_tokens_that_sglang_cut_are_no_material(tmp_path: Path) -> None:
+def test_text_and_tokens_shortened_by_sglang_are_not_compared(tmp_path: Path) -> None:
     """Level 2 keeps 1,024 characters or tokens of each end."""
     text = "a" * 1024 + "..." + "b" * 1024
     ids: list[Any] = [*range(1024), "...", *range(1024)]

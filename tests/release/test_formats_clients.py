@@ -1,4 +1,4 @@
-"""Spans, clients' files and files that tools wrote become the same observations; unknown versions are refused."""
+"""Spans and files of clients and tools become the same observations; unknown versions are refused."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_span_of_vllm_has_seconds_under_its_own_names(tmp_path: Path) -> None:
     )
 
 
-def test_a_span_after_the_conventions_is_read_by_their_names(tmp_path: Path) -> None:
+def test_a_span_with_conventional_names_is_read(tmp_path: Path) -> None:
     attributes = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "lockstep",
@@ -116,7 +116,7 @@ def test_a_span_after_the_conventions_is_read_by_their_names(tmp_path: Path) -> 
     )
 
 
-def test_spans_of_tools_agents_and_hops_are_no_answers(tmp_path: Path) -> None:
+def test_spans_of_tools_agents_and_hops_are_not_answers(tmp_path: Path) -> None:
     others = [
         span({"gen_ai.operation.name": "execute_tool"}),
         span({"gen_ai.operation.name": "invoke_agent"}),
@@ -191,7 +191,7 @@ def test_a_record_of_aiperf_is_an_observation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("unit", "factor"), [("ms", 1.0), ("s", 1e3), ("sec", 1e3), ("us", 1e-3), ("ns", 1e-6)])
-def test_units_of_aiperf_count(tmp_path: Path, unit: str, factor: float) -> None:
+def test_units_of_aiperf_are_converted(tmp_path: Path, unit: str, factor: float) -> None:
     metrics = {
         "request_latency": {"value": 3000.0, "unit": unit},
         "time_to_first_token": {"value": 2000.0, "unit": unit},
@@ -229,7 +229,7 @@ def test_warm_up_records_of_aiperf_do_not_count(tmp_path: Path) -> None:
     assert [each["request_id"] for each in found] == ["uuid-1"]
 
 
-def test_a_conversation_that_comes_again_has_an_id_of_its_own(tmp_path: Path) -> None:
+def test_a_repeated_conversation_has_a_separate_id(tmp_path: Path) -> None:
     records = [aiperf(0), aiperf(1), aiperf(2)]
     for record in records:
         record["metadata"]["conversation_id"] = "session_0"
@@ -271,7 +271,7 @@ def guidellm_request(place: int, **members: Any) -> dict[str, Any]:
 
 
 def test_a_request_of_guidellm_has_its_place_in_the_data_set(tmp_path: Path) -> None:
-    """Requests start in any order, but they are queued in the order of the data set."""
+    """Requests start in any order, but are queued in the order of the data set."""
     found = by_index(
         observations(write_json(tmp_path / "b.json", guidellm([guidellm_request(1), guidellm_request(0)])))
     )
@@ -296,7 +296,7 @@ def test_a_request_of_guidellm_has_its_place_in_the_data_set(tmp_path: Path) -> 
     assert digests[0][1] == digests[1][1]
 
 
-def test_errors_of_guidellm_count_and_what_a_limit_cut_off_does_not(tmp_path: Path) -> None:
+def test_errors_of_guidellm_count_and_requests_cancelled_by_a_limit_do_not(tmp_path: Path) -> None:
     failed = guidellm_request(1, request_args=None, request_latency=None, time_to_first_token_ms=None, output=None)
     failed["info"]["error"] = "HTTPStatusError(...)"
     document = guidellm([guidellm_request(0)], [failed], [guidellm_request(2)])
@@ -362,7 +362,7 @@ UNKNOWN = [
     [(record, num_lines, message) for record, message in UNKNOWN for num_lines in (1, 2)]
     + [(record, 1, message) for record, message in UNKNOWN_RUNS],
 )
-def test_an_unknown_version_is_refused_by_the_name_of_a_field(
+def test_an_unknown_version_is_refused_with_a_field_name(
     tmp_path: Path, record: dict[str, Any], num_lines: int, message: str
 ) -> None:
     path = write_lines(tmp_path / "input", [record] * num_lines)
@@ -371,7 +371,7 @@ def test_an_unknown_version_is_refused_by_the_name_of_a_field(
 
 
 def test_several_runs_in_one_file_are_refused(tmp_path: Path) -> None:
-    """SGLang's bench appends to its file; which run is the baseline's partner, nobody can tell."""
+    """SGLang's bench appends to its file, so it is unknown which run is the baseline's partner."""
     path = write_lines(tmp_path / "runs.jsonl", [{**SGLANG_RUN, **BENCH_ARRAYS}] * 2)
     with pytest.raises(EvidenceError, match=r"runs\.jsonl: contains several runs of sglang\.bench_serving"):
         observations(path)
@@ -383,7 +383,7 @@ def test_a_file_of_a_tool_holds_one_side(tmp_path: Path) -> None:
         read(store, path, None)
 
 
-def test_names_of_formats_are_unlike() -> None:
+def test_names_of_formats_differ() -> None:
     assert len({each.name for each in FORMATS}) == len(FORMATS)
 
 
@@ -399,7 +399,7 @@ def test_names_of_formats_are_unlike() -> None:
     ],
 )
 def test_real_files_are_joined_and_judged(name: str, key: str, num_pairs: int, num_failed: int) -> None:
-    """AIPerf 0.13.0, guidellm 0.8.1 and our own bench, against our server; the last request of two failed."""
+    """AIPerf 0.13.0, guidellm 0.8.1 and our bench, against our server; the last request of two failed."""
     verdict = verdict_of(*(DATA / name.format(side) for side in ("baseline", "candidate")), outputs="ignore")
     assert verdict.joining.by_key == {key: num_pairs}
     assert verdict.joining.unjoined == ()
@@ -408,8 +408,8 @@ def test_real_files_are_joined_and_judged(name: str, key: str, num_pairs: int, n
         assert verdict.summary.figures[figure].baseline is not None
 
 
-def test_answers_of_real_files_are_the_same() -> None:
-    """The two runs of each had the same seeds, and temperature 0."""
+def test_answers_of_real_files_are_equal() -> None:
+    """The two runs of each had equal seeds, and temperature 0."""
     for name in ("guidellm-{}.json", "bench-{}.json"):
         verdict = verdict_of(*(DATA / name.format(side) for side in ("baseline", "candidate")))
         assert verdict.summary.differing == verdict.summary.incomparable == 0

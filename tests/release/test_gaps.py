@@ -1,4 +1,4 @@
-"""The 95th percentile of all gaps is the one that sorting them gives, also where they are too many to be sorted."""
+"""The 95th percentile of all gaps equals that of sorting them, also for too many gaps to sort."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEED = 11
 
 
 def sides(num_pairs: int, num_segments: int) -> tuple[list[Record], list[Record]]:
-    """Gaps with a long tail, of another size in each segment; some answers have none, and some failed."""
+    """Gaps with a long tail and a different size in each segment; some answers have none, and some failed."""
     rng = np.random.default_rng(SEED)
     found: tuple[list[Record], list[Record]] = ([], [])
     for place in range(num_pairs):
@@ -63,14 +63,14 @@ def found_in(path: Path, sampling: GapSampling | None = None) -> dict[int, tuple
 @pytest.mark.parametrize(
     ("most_sorted", "num_drawn"), [(10, 400), (300, 400), (3000, 400), (10**9, 400), (10**9, 30), (300, 30), (10**9, 1)]
 )
-def test_percentiles_are_exact_however_few_gaps_are_drawn(tmp_path: Path, most_sorted: int, num_drawn: int) -> None:
+def test_percentiles_are_exact_for_any_sample_of_gaps(tmp_path: Path, most_sorted: int, num_drawn: int) -> None:
     baseline, candidate = sides(400, 3)
     sampling = GapSampling(num_drawn, most_sorted)
     assert found_in(pair_file(tmp_path / "input.json", baseline, candidate), sampling) == expected(baseline, candidate)
 
 
 def test_a_bracket_that_misses_is_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Almost nothing is drawn, and the first brackets are as narrow as can be."""
+    """Almost no gaps are sampled, and the first brackets are minimal."""
     baseline, candidate = sides(400, 3)
     looks: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Each signal of the plain policy is given beyond its bound and not at it, and the strongest of all decides."""
+"""Each signal of the threshold policy is given beyond its bound and not at it, and the strongest decides."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_differing_answer_rolls_back_and_the_first_one_is_shown(tmp_path: Path
 
 
 @pytest.mark.parametrize(("rate", "decision"), [(0.1, Decision.PROMOTE), (0.099, Decision.ROLLBACK)])
-def test_outside_is_strictly_beyond_the_bound(tmp_path: Path, rate: float, decision: Decision) -> None:
+def test_a_value_at_the_bound_gives_no_signal(tmp_path: Path, rate: float, decision: Decision) -> None:
     verdict = judged(
         tmp_path, with_tokens(30), with_tokens(30, token_ids=other_tokens(1, 2, 3)), max_mismatch_rate=rate
     )
@@ -60,7 +60,7 @@ def test_vectors_within_their_rule_are_tolerated_and_beyond_it_roll_back(tmp_pat
 
 @pytest.mark.parametrize("field", ["artifact", "precision"])
 def test_different_weights_need_an_outputs_policy(tmp_path: Path, field: str) -> None:
-    """Whether answers are equal is then not the question, so those that differ do not roll back."""
+    """Equality of answers is then not required, so differing answers do not roll back."""
     sides: Any = with_tokens(20, **{field: "a"}), with_tokens(20, **{field: "b"}, token_ids=other_tokens(3))
     unsaid = judged(tmp_path, *sides)
     assert named(unsaid) == {"outputs-policy": "hold"}
@@ -69,20 +69,20 @@ def test_different_weights_need_an_outputs_policy(tmp_path: Path, field: str) ->
     assert judged(tmp_path, *sides, outputs="ignore").decision is Decision.PROMOTE
 
 
-def test_another_model_version_alone_demands_nothing(tmp_path: Path) -> None:
+def test_another_model_version_alone_has_no_effect(tmp_path: Path) -> None:
     verdict = judged(tmp_path, with_tokens(20, model_version="1"), with_tokens(20, model_version="2"))
     assert verdict.decision is Decision.PROMOTE
     assert verdict.transitions == ("1 -> 2",)
 
 
-def test_without_comparable_answers_nothing_is_promoted_unless_they_are_to_be_ignored(tmp_path: Path) -> None:
+def test_without_comparable_answers_promotion_requires_ignoring_outputs(tmp_path: Path) -> None:
     verdict = judged(tmp_path, rows(20), rows(20))
     assert named(verdict) == {"no-output-evidence": "hold"}
     assert verdict.evidence == "latency, errors and pressure of pairs; outputs were not compared"
     assert judged(tmp_path, rows(20), rows(20), outputs="ignore").decision is Decision.PROMOTE
 
 
-def test_answers_agree_in_a_field_however_they_are_written(tmp_path: Path) -> None:
+def test_answers_agree_in_a_field_in_any_formatting(tmp_path: Path) -> None:
     baseline = rows(40, text='{"intent": "billing", "why": "a"}', artifact="a")
     candidate = rows(
         40, artifact="b", text=lambda n: f'{{"why": "{n}", "intent": "{"legal" if n == 3 else "billing"}"}}'
@@ -98,7 +98,7 @@ def test_answers_agree_in_a_field_however_they_are_written(tmp_path: Path) -> No
     assert signal(verdict, "agreement").examples == ("r3",)
 
 
-def test_an_answer_that_lost_the_field_disagrees_and_two_that_never_had_it_show_nothing(tmp_path: Path) -> None:
+def test_an_answer_that_lost_the_field_disagrees_and_two_without_it_are_no_evidence(tmp_path: Path) -> None:
     def text(side: str) -> Any:
         return lambda number: "no" if number < 5 or (number == 9 and side == "candidate") else '{"x": 1}'
 
@@ -109,8 +109,8 @@ def test_an_answer_that_lost_the_field_disagrees_and_two_that_never_had_it_show_
     assert "5 pairs were not compared: no such field in either" in verdict.notes
 
 
-def test_probabilities_of_the_same_tokens_may_be_so_far_apart(tmp_path: Path) -> None:
-    """From the first differing token on they are of other texts, and do not count."""
+def test_log_probabilities_of_equal_tokens_are_bounded(tmp_path: Path) -> None:
+    """After the first differing token they belong to other texts, and do not count."""
     baseline = with_tokens(20, logprobs=[-0.5, -0.5, -0.5])
     candidate = with_tokens(20, token_ids=other_tokens(*range(20)), logprobs=[-0.5, -0.75, -9.0], artifact="b")
     rules: Any = {"max_mismatch_rate": 1.0}
@@ -123,7 +123,7 @@ def test_probabilities_of_the_same_tokens_may_be_so_far_apart(tmp_path: Path) ->
     assert named(verdict) == {"logprob-gap": "rollback"}
 
 
-def test_the_evidence_names_the_side_that_promises_equal_answers(tmp_path: Path) -> None:
+def test_the_evidence_names_the_side_with_deterministic_answers(tmp_path: Path) -> None:
     promise: Any = {"artifact": "a", "deterministic": True}
     both = judged(tmp_path, with_tokens(20, **promise), with_tokens(20, **promise))
     assert both.evidence.startswith("equality")
@@ -140,7 +140,7 @@ def test_no_mismatch_is_accepted_for_equal_weights_on_deterministic_engines(tmp_
     assert named(verdict) == {"output-mismatch": "rollback"}
 
 
-def test_a_second_baseline_takes_the_noise_off(tmp_path: Path) -> None:
+def test_a_second_baseline_removes_noise(tmp_path: Path) -> None:
     candidate, second = with_tokens(40, token_ids=other_tokens(3, 4)), with_tokens(40, token_ids=other_tokens(5, 6, 7))
     assert judged(tmp_path, with_tokens(40), candidate, second).decision is Decision.PROMOTE
     worse = with_tokens(40, token_ids=other_tokens(1, 2, 3, 4))
@@ -151,7 +151,7 @@ def test_a_second_baseline_takes_the_noise_off(tmp_path: Path) -> None:
     assert (verdict.inputs[-1]["side"], verdict.inputs[-1]["records"]) == ("second baseline", 40)
 
 
-def test_a_second_baseline_that_is_slower_than_the_first_makes_the_comparison_unsound(tmp_path: Path) -> None:
+def test_a_second_baseline_that_is_slower_than_the_first_invalidates_the_comparison(tmp_path: Path) -> None:
     verdict = judged(tmp_path, with_tokens(40), with_tokens(40), with_tokens(40, latency_ms=120.0))
     assert named(verdict) == {"unsound-baseline": "hold"}
 
@@ -163,7 +163,7 @@ def failing(*numbers: int) -> Any:
     return lambda number: number not in numbers
 
 
-def test_failures_of_one_side_are_errors_and_of_both_sides_are_no_difference(tmp_path: Path) -> None:
+def test_failures_of_one_side_are_errors_and_those_of_both_sides_are_not(tmp_path: Path) -> None:
     verdict = judged(tmp_path, with_tokens(20, ok=failing(1, 2)), with_tokens(20, ok=failing(1, 3, 4)))
     found = signal(verdict, "errors")
     assert (found.value, found.examples) == (5.0, ("r3", "r4"))
@@ -207,7 +207,7 @@ def test_a_regression_beyond_its_bound_holds(
     assert verdict.triage[0].signal == name
 
 
-def test_only_the_tail_counts_for_a_p95(tmp_path: Path) -> None:
+def test_only_the_tail_affects_a_p95(tmp_path: Path) -> None:
     slow_once = with_tokens(20, latency_ms=lambda number: 900.0 if number == 3 else 100.0)
     assert judged(tmp_path, with_tokens(20), slow_once).decision is Decision.PROMOTE
     slow_twice = with_tokens(20, latency_ms=lambda number: 900.0 if number in (3, 5) else 100.0)
@@ -236,9 +236,7 @@ def test_ids_that_never_match_hold(tmp_path: Path) -> None:
         ("candidate_streaming_trace_rate", "missing-streaming", {"token_latencies_ms": [1.0]}),
     ],
 )
-def test_coverage_counts_only_where_it_is_required(
-    tmp_path: Path, rate: str, name: str, fields: dict[str, Any]
-) -> None:
+def test_coverage_counts_only_if_required(tmp_path: Path, rate: str, name: str, fields: dict[str, Any]) -> None:
     half: Any = {key: (lambda number, value=value: value if number % 2 else None) for key, value in fields.items()}
     whole, lacking = with_tokens(20), with_tokens(20, **half)
     verdict = judged(tmp_path, whole, lacking)
@@ -249,7 +247,7 @@ def test_coverage_counts_only_where_it_is_required(
     assert named(judged(tmp_path, whole, lacking, policy=beyond)) == {name: "hold"}
 
 
-def test_a_route_without_a_scheduler_is_no_provenance(tmp_path: Path) -> None:
+def test_a_route_without_a_scheduler_is_not_provenance(tmp_path: Path) -> None:
     verdict = judged(tmp_path, with_tokens(20), with_tokens(20, route_id="r"))
     assert verdict.coverage["candidate_routing_provenance_rate"] == 0.0
 
@@ -267,7 +265,7 @@ def test_gate_holds_when_records_lack_partners_or_answers_lack_comparable_ones(t
 # -- all together -----------------------------------------------------------------------------------------------------
 
 
-def test_rollback_goes_before_hold_and_everything_outside_is_listed(tmp_path: Path) -> None:
+def test_rollback_precedes_hold_and_all_signals_are_listed(tmp_path: Path) -> None:
     candidate = with_tokens(20, token_ids=other_tokens(1), latency_ms=200.0, ok=failing(2))
     verdict = judged(tmp_path, with_tokens(20), candidate, min_pairs=21)
     assert [(each.name, each.response) for each in verdict.signals] == [
@@ -280,7 +278,7 @@ def test_rollback_goes_before_hold_and_everything_outside_is_listed(tmp_path: Pa
     assert [each.signal for each in verdict.triage] == [each.name for each in verdict.signals]
 
 
-def test_segments_decide_only_where_they_are_enforced_and_large_enough(tmp_path: Path) -> None:
+def test_segments_decide_only_if_enforced_and_large_enough(tmp_path: Path) -> None:
     def sides(num_slow: int) -> Any:
         is_slow = [number < num_slow for number in range(600)]
         label: Any = {"segment": lambda number: "slow" if is_slow[number] else "rest"}
@@ -294,7 +292,7 @@ def test_segments_decide_only_where_they_are_enforced_and_large_enough(tmp_path:
     assert judged(tmp_path, *sides(19), segments="enforce").decision is Decision.PROMOTE
 
 
-def test_a_segment_of_its_own_failures_and_mismatches_is_named(tmp_path: Path) -> None:
+def test_a_segment_with_failures_and_mismatches_is_named(tmp_path: Path) -> None:
     label: Any = {"segment": lambda number: "odd" if number % 2 else "even"}
     candidate = with_tokens(80, ok=failing(1, 3), token_ids=other_tokens(4), **label)
     rules: Any = {"segments": "enforce", "max_error_rate_increase": 2.5, "max_mismatch_rate": 0.02}
@@ -302,7 +300,7 @@ def test_a_segment_of_its_own_failures_and_mismatches_is_named(tmp_path: Path) -
     assert [(each.name, each.segment) for each in verdict.signals] == [("output-mismatch", "even"), ("errors", "odd")]
 
 
-def test_unlike_traces_of_tokens_are_reported_and_decide_nothing(tmp_path: Path) -> None:
+def test_different_token_traces_are_reported_and_decide_nothing(tmp_path: Path) -> None:
     sides: Any = [
         rows(20, text="a", token_trace_fingerprint=lambda number, side=side: f"{number * (1 + side * (number > 16))}")
         for side in (0, 1)
@@ -312,7 +310,7 @@ def test_unlike_traces_of_tokens_are_reported_and_decide_nothing(tmp_path: Path)
     assert "3 of 20 pairs have unlike traces of tokens" in verdict.notes
 
 
-def test_the_verdict_has_digests_of_what_was_judged_and_by_which_policy(tmp_path: Path) -> None:
+def test_the_verdict_has_digests_of_inputs_and_policy(tmp_path: Path) -> None:
     first = judged(tmp_path, with_tokens(20), with_tokens(20))
     other_policy = judged(tmp_path, with_tokens(20), with_tokens(20), min_pairs=10)
     other_side = judged(tmp_path, with_tokens(20), with_tokens(20, ttft_ms=1.0))
@@ -345,7 +343,7 @@ def test_without_times_there_is_no_sequential_evidence(tmp_path: Path) -> None:
     assert verdict.series == ()
 
 
-def test_p95_bounds_are_for_thresholds_and_pressure_and_coverage_for_both_modes(tmp_path: Path) -> None:
+def test_p95_bounds_apply_to_thresholds_and_pressure_and_coverage_to_both_modes(tmp_path: Path) -> None:
     candidate = with_tokens(
         5_000, kv_used=90.0, kv_total=100.0, ttft_ms=lambda number: 100.0 if number % 15 == 0 else 9.9
     )
@@ -356,7 +354,7 @@ def test_p95_bounds_are_for_thresholds_and_pressure_and_coverage_for_both_modes(
     assert named(judged(tmp_path, baseline, candidate, **rules)).keys() == {"kv-pressure", "missing-provenance", "ttft"}
 
 
-def test_a_mismatch_is_proof_where_equality_is_promised_and_holds_where_it_is_not(tmp_path: Path) -> None:
+def test_a_mismatch_rolls_back_if_equality_is_promised_and_otherwise_holds(tmp_path: Path) -> None:
     promise: Any = {"artifact": "a", "deterministic": True}
     differing: Any = {"token_ids": other_tokens(130)}
     proof = judged(tmp_path, with_tokens(150, **promise), with_tokens(150, **promise, **differing), policy=SEQUENTIAL)
@@ -388,7 +386,7 @@ def test_mismatches_are_not_estimated_without_an_outputs_policy(tmp_path: Path) 
     assert "output-mismatch" not in states(verdict)
 
 
-def test_a_second_baseline_lets_mismatches_be_judged_at_any_look(tmp_path: Path) -> None:
+def test_with_a_second_baseline_mismatches_are_judged_at_any_look(tmp_path: Path) -> None:
     def side(every: int, start: int) -> Any:
         return with_tokens(4_000, token_ids=other_tokens(*range(start, 4_000, every)))
 
@@ -399,7 +397,7 @@ def test_a_second_baseline_lets_mismatches_be_judged_at_any_look(tmp_path: Path)
     assert signal(worse, "output-mismatch").value == pytest.approx(100 * (1 / 8 - 1 / 50), abs=0.1)
 
 
-def test_a_second_baseline_that_is_certainly_slower_is_unsound_and_one_that_is_undecided_is_not(tmp_path: Path) -> None:
+def test_only_a_second_baseline_that_is_certainly_slower_invalidates_the_comparison(tmp_path: Path) -> None:
     def side(mean: float) -> Any:
         return with_tokens(400, latency_ms=lambda number: mean + 10 * math.sin(number * mean))
 

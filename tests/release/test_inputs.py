@@ -1,4 +1,4 @@
-"""Any input ends in a verdict or in exit code 3 and a sentence; what is the same evidence has the same verdict."""
+"""Any input gives a verdict, or exit code 3 with a message; equal evidence gives equal verdicts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gate(*arguments: object) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("threshold", 0), ("sequential", 2)])
-def test_layout_packing_order_and_threads_change_no_byte_of_the_verdict(
+def test_layout_compression_order_and_threads_change_no_byte_of_the_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, expected: int
 ) -> None:
     sides = {"b": records(120), "c": records(125, latency_ms=lambda number: 95.0 + number % 7)}
@@ -76,7 +76,7 @@ def test_layout_packing_order_and_threads_change_no_byte_of_the_verdict(
     assert (code, json.loads(verdict)["joining"]["pairs"]) == (expected, 120)
 
 
-def test_one_file_and_two_have_one_verdict(tmp_path: Path) -> None:
+def test_one_file_and_two_give_the_same_verdict(tmp_path: Path) -> None:
     baseline, candidate = records(40), records(40, token_ids=lambda number: [number])
     sides = {"baseline": baseline, "candidate": candidate}
     marked = [{**each, "side": side} for side, of in sides.items() for each in of]
@@ -164,7 +164,7 @@ def test_the_other_verbs_of_the_gate_exit_3_too(
 
 
 def test_an_error_with_closed_standard_error_exits_3() -> None:
-    """Exit code 1, which Python has for a broken pipe, would be one."""
+    """Python's exit code 1 for a broken pipe would mean a rollback."""
     process = subprocess.Popen([*GATE, "/nothing"], stderr=subprocess.PIPE)
     assert process.stderr is not None
     process.stderr.close()
@@ -183,7 +183,7 @@ def test_a_signal_ends_the_gate_without_a_verdict_and_leaves_nothing(tmp_path: P
     assert list(kept.iterdir()) == []
 
 
-def test_one_side_alone_and_ids_that_never_match_hold_and_say_what_to_look_for(tmp_path: Path) -> None:
+def test_one_side_alone_and_ids_that_never_match_hold_with_advice(tmp_path: Path) -> None:
     alone = pair_file(tmp_path / "alone", records(30), [])
     unlike = pair_file(tmp_path / "unlike", records(30), records(30, request_id=lambda number: f"x-{number}"))
     for path in (alone, unlike):
@@ -216,7 +216,7 @@ SGLANG_LINE = {
 
 
 def seeds() -> list[bytes]:
-    """A file of every format and layout."""
+    """File of every format and layout."""
     few = records(6)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "input"
@@ -234,7 +234,7 @@ TOKENS = [b"NaN", b"1e999", b"null", b"-1", b"[]", b"{}", b"{", b"]", b",", b"\n
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """A file that was cut, spliced, overwritten or doubled at a few places."""
+    """File that was cut, spliced, overwritten or duplicated at a few positions."""
     data = draw(st.sampled_from(SEEDS))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -246,7 +246,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 @given(data=mutated(), is_alone=st.booleans())
 @settings(max_examples=int(os.environ.get("GATE_EXAMPLES", "40")))
-def test_whatever_a_file_holds_the_gate_ends_in_a_verdict_or_with_a_reason(data: bytes, is_alone: bool) -> None:
+def test_any_file_gives_a_verdict_or_a_reason(data: bytes, is_alone: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, other = Path(folder) / "input", write_lines(Path(folder) / "other", records(6))
         path.write_bytes(data)
@@ -262,7 +262,7 @@ def test_whatever_a_file_holds_the_gate_ends_in_a_verdict_or_with_a_reason(data:
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
-def test_whatever_is_cut_off_a_packed_file_is_missed(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+def test_a_truncated_compressed_file_is_always_detected(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     other, path = write_lines(tmp_path / "other", records(30)), tmp_path / "input"
     data = pack(other.read_bytes())
     for end in range(0, len(data), max(1, len(data) // 12)):

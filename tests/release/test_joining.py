@@ -1,4 +1,4 @@
-"""Each record is in a pair, or is unjoined for a reason; keys are tried from the best to the weakest."""
+"""Each record is in a pair, or unjoined with a reason; keys are tried from the strongest to the weakest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRACE = "00-{:032x}-b7ad6b7169203331-01"
 
 
 def joined(path: Path) -> tuple[Joining, list[tuple[str, float, float]]]:
-    """The account, and of each pair its key and both latencies, which tell who it is."""
+    """Account of the pairing, and the key and both latencies of each pair, which identify it."""
     with open_store() as store:
         read_into(store, [path])
         joining, _ = join(store)
@@ -38,7 +38,7 @@ def notes_of(path: Path) -> list[str]:
 
 
 def join_of(tmp_path: Path, baseline: Sequence[Any], candidate: Sequence[Any]) -> tuple[Joining, list[Any]]:
-    """Observations whose latency is their place on their side."""
+    """Observations whose latency is their index on their side."""
     sides = [[{"latency_ms": float(at), **each} for at, each in enumerate(side)] for side in (baseline, candidate)]
     return joined(pair_file(tmp_path / "input.json", *sides))
 
@@ -58,7 +58,7 @@ KEY_VALUES: dict[str, tuple[Record, Record]] = {
 
 
 @pytest.mark.parametrize("key", KEY_VALUES)
-def test_each_key_pairs_by_itself(tmp_path: Path, key: str) -> None:
+def test_each_key_pairs_alone(tmp_path: Path, key: str) -> None:
     first, second = KEY_VALUES[key]
     joining, pairs = join_of(tmp_path, [first, second], [second, first])
     assert pairs == [(key, 0.0, 1.0), (key, 1.0, 0.0)]
@@ -70,8 +70,8 @@ def test_every_key_has_its_test() -> None:
     assert {key.name for key in KEYS} == {*KEY_VALUES, "pair"}
 
 
-def test_a_better_key_goes_before_a_weaker_one(tmp_path: Path) -> None:
-    """The keys of the records contradict each other; where places and prompts do, places are not believed."""
+def test_a_stronger_key_precedes_a_weaker_one(tmp_path: Path) -> None:
+    """The keys of the records contradict each other; if places and prompts do, places are ignored."""
     for better, weaker in pairwise(name for name in KEY_VALUES if name != "prompt"):
         (b0, b1), (w0, w1) = KEY_VALUES[better], KEY_VALUES[weaker]
         _, pairs = join_of(tmp_path, [{**b0, **w0}, {**b1, **w1}], [{**b0, **w1}, {**b1, **w0}])
@@ -100,7 +100,7 @@ def test_prefixes_suffixes_and_parents_do_not_count(tmp_path: Path, baseline: Re
         ({"conversation_id": "c"}, {"conversation_id": "c"}),
     ],
 )
-def test_what_only_looks_alike_does_not_pair(tmp_path: Path, baseline: Record, candidate: Record) -> None:
+def test_similar_values_do_not_pair(tmp_path: Path, baseline: Record, candidate: Record) -> None:
     joining, pairs = join_of(tmp_path, [baseline], [candidate])
     assert pairs == []
     assert [(each.side, each.count) for each in joining.unjoined] == [("baseline", 1), ("candidate", 1)]
@@ -128,27 +128,27 @@ def test_orphans_duplicates_and_records_without_a_key_have_their_reasons(tmp_pat
 @pytest.mark.parametrize(
     "key", [{"request_id": "a"}, {"engine_id": "chatcmpl-a"}, {"conversation_id": "c", "turn": 0}], ids=str
 )
-def test_a_failed_try_that_a_later_one_follows_is_a_retry(tmp_path: Path, key: Record) -> None:
+def test_a_failed_attempt_before_a_later_one_is_a_retry(tmp_path: Path, key: Record) -> None:
     tries = [{**key, "ts": 1.0, "error": "timeout"}, {**key, "ts": 2.0, "error": "timeout"}, {**key, "ts": 3.0}]
     joining, pairs = join_of(tmp_path, tries, [{**key, "ts": 1.0}])
     assert [pair[1:] for pair in pairs] == [(2.0, 0.0)]
     assert [(each.reason, each.count) for each in joining.unjoined] == [(LeftOutReason.RETRIED, 2)]
 
 
-def test_the_last_try_counts_also_if_it_failed(tmp_path: Path) -> None:
+def test_the_last_attempt_counts_even_if_it_failed(tmp_path: Path) -> None:
     tries = [{"request_id": "a", "ts": 1.0, "error": "timeout"}, {"request_id": "a", "ts": 2.0, "error": "timeout"}]
     _, pairs = join_of(tmp_path, tries, [{"request_id": "a", "ts": 1.0}])
     assert [pair[1:] for pair in pairs] == [(1.0, 0.0)]
 
 
-def test_two_answers_of_one_id_are_duplicates_whichever_came_first(tmp_path: Path) -> None:
+def test_two_answers_with_one_id_are_duplicates_in_any_order(tmp_path: Path) -> None:
     answers = [{"request_id": "a", "ts": 1.0}, {"request_id": "a", "ts": 2.0, "error": "cancelled"}]
     joining, pairs = join_of(tmp_path, answers, [{"request_id": "a"}])
     assert pairs == []
     assert reasons(joining)[("baseline", LeftOutReason.DUPLICATE)][0] == 2
 
 
-def test_a_failure_is_no_retry_of_another_request_in_its_trace(tmp_path: Path) -> None:
+def test_a_failure_is_not_a_retry_of_another_request_in_its_trace(tmp_path: Path) -> None:
     trace = {"traceparent": TRACE.format(1)}
     baseline = [{**trace, "request_id": "a", "ts": 1.0, "error": "boom"}, {**trace, "request_id": "b", "ts": 2.0}]
     joining, pairs = join_of(tmp_path, baseline, [{"request_id": "a"}, {"request_id": "b"}])
@@ -165,7 +165,7 @@ def test_a_failure_is_no_retry_of_another_request_in_its_trace(tmp_path: Path) -
         ([{"index": 0, "prompt_digest": "q"}, {"index": 1}], "1 prompts are unlike"),
     ],
 )
-def test_places_in_unlike_data_sets_do_not_pair(tmp_path: Path, candidate: list[Record], note: str) -> None:
+def test_places_in_different_data_sets_do_not_pair(tmp_path: Path, candidate: list[Record], note: str) -> None:
     baseline = [{"index": 0, "prompt_tokens": 5, "prompt_digest": "p"}, {"index": 1}]
     joining, pairs = join_of(tmp_path, baseline, candidate)
     assert pairs == []
@@ -174,13 +174,13 @@ def test_places_in_unlike_data_sets_do_not_pair(tmp_path: Path, candidate: list[
     assert [each.count for each in joining.unjoined if each.side == "baseline"] == [2]
 
 
-def test_what_a_client_counted_of_a_failed_request_does_not_tell_data_sets_apart(tmp_path: Path) -> None:
+def test_token_counts_of_failed_requests_do_not_distinguish_data_sets(tmp_path: Path) -> None:
     failed = {"index": 0, "prompt_tokens": 6, "error": "boom"}
     assert len(join_of(tmp_path, [{"index": 0, "prompt_tokens": 5}], [failed])[1]) == 1
 
 
-def test_equal_prompts_pair_only_within_the_window_and_say_that_they_are_weak(tmp_path: Path) -> None:
-    """Arrivals count from each side's first."""
+def test_equal_prompts_pair_only_within_the_window_with_a_warning(tmp_path: Path) -> None:
+    """Arrivals count from the first one of each side."""
     baseline = [
         {"prompt_digest": "p", "ts": 100.0},
         {"prompt_digest": "q", "ts": 110.0},
@@ -196,19 +196,19 @@ def test_equal_prompts_pair_only_within_the_window_and_say_that_they_are_weak(tm
     assert "weak" in notes_of(tmp_path / "input.json")[0]
 
 
-def test_equal_prompts_that_come_close_together_do_not_pair(tmp_path: Path) -> None:
+def test_equal_prompts_close_in_time_do_not_pair(tmp_path: Path) -> None:
     burst = [{"prompt_digest": "p", "ts": at} for at in (0.0, 0.5, 10.0)]
     assert join_of(tmp_path, burst, burst)[1] == [("prompt", 2.0, 2.0)]
 
 
-def test_pairs_that_a_file_gives_need_no_key(tmp_path: Path) -> None:
+def test_pairs_given_by_a_file_need_no_key(tmp_path: Path) -> None:
     pairs = [{"baseline": {"latency_ms": at}, "candidate": {"latency_ms": at + 0.5}} for at in (1.0, 2.0)]
     joining, found = joined(write_lines(tmp_path / "pairs.jsonl", [*pairs, {"baseline": {"latency_ms": 9.0}}]))
     assert found == [("pair", 1.0, 1.5), ("pair", 2.0, 2.5)]
     assert reasons(joining) == {("baseline", LeftOutReason.NO_ID): (1, ("?",))}
 
 
-def test_pairs_that_a_file_gives_stay_pairs_whatever_the_engines_call_them(tmp_path: Path) -> None:
+def test_pairs_given_by_a_file_stay_pairs_with_any_ids(tmp_path: Path) -> None:
     pair = {
         "baseline": {"latency_ms": 1.0, "engine_id": "chatcmpl-a", "request_id": "x"},
         "candidate": {"latency_ms": 2.0, "engine_id": "cmpl-b", "request_id": "y"},
@@ -254,7 +254,7 @@ BOTH = (RECORDS, RECORDS.filter(bool), st.randoms(use_true_random=False))
 
 @settings(max_examples=8)
 @given(*BOTH)
-def test_every_record_is_in_one_pair_or_unjoined_whatever_the_order_of_rows(
+def test_every_record_is_in_one_pair_or_unjoined_in_any_order_of_rows(
     tmp_path_factory: pytest.TempPathFactory, baseline: list[Record], candidate: list[Record], random: Any
 ) -> None:
     check_account(tmp_path_factory.mktemp("joining"), baseline, candidate, random)
@@ -263,7 +263,7 @@ def test_every_record_is_in_one_pair_or_unjoined_whatever_the_order_of_rows(
 @pytest.mark.slow
 @settings(max_examples=200)
 @given(*BOTH)
-def test_every_record_has_its_account_whatever_the_order_of_rows(
+def test_every_record_is_accounted_for_in_any_order_of_rows(
     tmp_path_factory: pytest.TempPathFactory, baseline: list[Record], candidate: list[Record], random: Any
 ) -> None:
     check_account(tmp_path_factory.mktemp("joining"), baseline, candidate, random)

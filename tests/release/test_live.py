@@ -1,4 +1,4 @@
-"""The gate that follows files: whole lines only, the same verdict as on a file, Argo's and Flagger's words, keys."""
+"""Live gate on growing files: whole lines only, the verdict of a batch run, responses to Argo and Flagger, keys."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def judged(paths: list[Path], policy: tuple[str, ...] = THRESHOLD) -> Verdict:
 
 
 def check(gate: LiveGate, path: Path, policy: tuple[str, ...] = THRESHOLD) -> None:
-    """Assert that a gate says what a batch says of the whole lines that there are."""
+    """Check that a gate has the verdict of a batch run on the existing whole lines."""
     text = path.read_text() if path.exists() else ""
     complete = text[: text.rfind("\n") + 1]
     if not complete:
@@ -81,7 +81,7 @@ def test_the_live_gate_agrees_with_the_gate_after_long_histories_of_changes(hist
 
 
 def check_history(history: list[Change]) -> None:
-    """Follow a file that is appended to, also half a line, cut off, replaced, and gone for a while."""
+    """Follow a file that is appended to (also half lines), truncated, replaced, and temporarily missing."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "pairs.jsonl"
         gate = gate_on(path, Path(name))
@@ -108,7 +108,7 @@ def make_change(path: Path, change: Change) -> None:
             path.unlink(missing_ok=True)
 
 
-def test_another_file_that_ends_alike_is_read_anew_also_after_a_while_without_one(tmp_path: Path) -> None:
+def test_a_replaced_file_with_an_equal_end_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     gate = gate_on(path, tmp_path)
     for history in ([("replace", [False, False]), ("replace", [True, False])], [("delete",), ("replace", [False] * 2)]):
@@ -140,7 +140,7 @@ def test_without_growth_nothing_is_judged_again(tmp_path: Path) -> None:
     assert not gate.check()
 
 
-def test_a_line_that_cannot_be_read_takes_the_verdict_back_and_is_judged_once(tmp_path: Path) -> None:
+def test_an_invalid_line_withdraws_the_verdict_and_is_judged_once(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(line(index) for index in range(4)))
     gate = gate_on(path, tmp_path)
@@ -154,7 +154,7 @@ def test_a_line_that_cannot_be_read_takes_the_verdict_back_and_is_judged_once(tm
     assert not gate.check()
 
 
-def test_of_two_files_neither_is_judged_alone(tmp_path: Path) -> None:
+def test_two_files_are_judged_only_together(tmp_path: Path) -> None:
     side = [{"request_id": f"r{index}", "ts": index, "latency_ms": 1.0, "token_ids": [index]} for index in range(3)]
     paths = [tmp_path / "baseline.jsonl", tmp_path / "candidate.jsonl"]
     gate = LiveGate([Follower(path, path.with_suffix(".copy")) for path in paths], judged)
@@ -172,12 +172,12 @@ def test_of_two_files_neither_is_judged_alone(tmp_path: Path) -> None:
     assert gate.state.decision == "promote"
 
 
-def test_only_files_are_followed(tmp_path: Path) -> None:
+def test_only_regular_files_are_followed(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match="not a regular file"):
         Follower(tmp_path, tmp_path / "copy")
 
 
-async def test_a_judge_that_fails_leaves_no_verdict_standing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_judge_withdraws_the_verdict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "pairs.jsonl"
 
     def failing(_: list[Path]) -> Verdict:
@@ -203,7 +203,7 @@ async def client_of(gate: LiveGate, *keys: str) -> AsyncIterator[httpx2.AsyncCli
     ("differs", "decision", "statuses"),
     [(False, "promote", (200, 412, 200)), (True, "rollback", (412, 200, 412))],
 )
-async def test_argo_and_flagger_get_their_answers(
+async def test_argo_and_flagger_get_their_responses(
     tmp_path: Path, differs: bool, decision: str, statuses: tuple[int, int, int]
 ) -> None:
     path = tmp_path / "pairs.jsonl"
@@ -224,7 +224,7 @@ async def test_argo_and_flagger_get_their_answers(
         assert (await client.get("/health/ready")).status_code == 200
 
 
-async def test_with_a_key_nothing_but_health_is_open(tmp_path: Path) -> None:
+async def test_with_a_key_only_health_is_open(tmp_path: Path) -> None:
     async with client_of(gate_on(tmp_path / "none", tmp_path), "let-me-in") as client:
         assert (await client.get("/healthz")).status_code == 200
         assert (await client.get("/argo")).status_code == 401
@@ -239,7 +239,7 @@ async def test_with_a_key_nothing_but_health_is_open(tmp_path: Path) -> None:
         assert (await client.post("/flagger/rollout", content=long)).status_code == 401
 
 
-async def test_without_a_key_only_names_of_this_machine_are_answered(tmp_path: Path) -> None:
+async def test_without_a_key_only_host_names_of_this_machine_are_accepted(tmp_path: Path) -> None:
     async with client_of(gate_on(tmp_path / "none", tmp_path)) as client:
         assert (await client.get("/argo")).status_code == 412
         assert (await client.get("/argo", headers={"Host": "evil.example"})).status_code == 403

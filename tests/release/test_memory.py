@@ -45,7 +45,7 @@ def latency(values: Floats) -> Series:
 
 
 def spectrum_by_definition(values: Floats) -> tuple[float, bool]:
-    """Variance and whether the series changes, from sums of cosines."""
+    """Variance, and whether the series changes, from sums of cosines."""
     num = len(values)
     size = math.ceil(num / MAX_BLOCKS)
     num_blocks = num // size // BLOCKS_STEP * BLOCKS_STEP
@@ -81,7 +81,7 @@ def test_the_variance_is_that_of_the_lowest_cosine_frequencies(seed: int, num: i
     assert bool(np.isinf(begins[0])) == is_changing
 
 
-def test_a_trend_a_walk_and_a_swing_change_too_slowly_and_noise_does_not() -> None:
+def test_a_trend_a_walk_and_a_swing_are_slow_changes_and_noise_is_not() -> None:
     at = np.arange(3_000)
     slow = (at / 3_000, noise(1, 3_000, sd=0.01).cumsum(), 0.1 * np.sin(2 * np.pi * at / 5_000))
     for change in slow:
@@ -108,7 +108,7 @@ def test_no_look_at_times_depends_on_later_pairs(seed: int, phi: float, warm: fl
 
 
 @given(seeds, st.floats(-0.1, 0.2))
-def test_evidence_on_times_is_enough_where_the_confidence_sequence_excludes_the_bound(seed: int, mean: float) -> None:
+def test_evidence_on_times_is_sufficient_if_the_confidence_sequence_excludes_the_bound(seed: int, mean: float) -> None:
     looks = looks_of(6_000)
     line = track_times(noise(seed, 6_000, mean), MARGIN, 0.05, looks, looks, (500, 500), is_event=False).line
     limit = math.log(20)
@@ -164,7 +164,7 @@ def test_without_a_window_times_are_judged_from_the_first_look_on() -> None:
     assert not follow(POLICY, [latency(noise(7, 300, math.log(1.5)))], 300).is_rolled_back[-1]
 
 
-def test_before_the_window_ends_a_note_names_the_setting() -> None:
+def test_before_the_window_ends_a_warning_names_the_setting() -> None:
     findings = follow(POLICY, [latency(noise(8, 300, math.log(1.5)))], 300)
     [note] = notes_of(POLICY, summaries_of(POLICY, findings))
     assert "600 pairs" in note

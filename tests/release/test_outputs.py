@@ -1,4 +1,4 @@
-"""Two answers are the same, differ, are tolerated or cannot be compared, by the best material that both sides have."""
+"""Two answers are equal, differ, are tolerated or are incomparable, by the best material of both sides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INCOMPARABLE, NO_MATERIAL, FAILED = Output.INCOMPARABLE, Output.NO_MATERIAL, Out
 
 
 def fnv_1a(data: bytes) -> int:
-    """The reference of RFC 9923, octet by octet."""
+    """Reference implementation of RFC 9923, octet by octet."""
     digest = 0xCBF29CE484222325
     for octet in data:
         digest = (digest ^ octet) * 0x100000001B3 % 2**64
@@ -38,7 +38,7 @@ def fingerprint(tokens: list[int]) -> str:
 def compared(
     tmp_path: Path, pairs: Sequence[Any], *tolerances: Tolerance
 ) -> tuple[list[Output], dict[str, int], float]:
-    """How the pairs compare, the reasons of those that do not, and the largest drift."""
+    """Comparison of the pairs, reasons of incomparable ones, and the largest drift."""
     sides = [[{"request_id": f"{at:03}", **pair[side]} for at, pair in enumerate(pairs)] for side in (0, 1)]
     with open_store() as store:
         read_into(store, [pair_file(tmp_path / "input.json", *sides)])
@@ -123,7 +123,7 @@ MATERIALS: list[tuple[Record, Record, Output]] = [
 ]
 
 
-def test_unlike_materials_are_incomparable_and_like_ones_are_compared(tmp_path: Path) -> None:
+def test_different_materials_are_incomparable_and_equal_ones_are_compared(tmp_path: Path) -> None:
     outputs, _, _ = compared(tmp_path, [(baseline, candidate) for baseline, candidate, _ in MATERIALS])
     assert list(zip(MATERIALS, outputs, strict=True)) == [(each, each[2]) for each in MATERIALS]
 
@@ -150,12 +150,12 @@ def test_given_token_ids_are_trusted_more_than_those_of_events(tmp_path: Path) -
     assert one(tmp_path, {**TOKENS, **events(7)}, {**TOKENS, **events(8)}) is SAME
 
 
-def test_events_without_tokens_are_no_material(tmp_path: Path) -> None:
+def test_events_without_tokens_are_not_compared(tmp_path: Path) -> None:
     times = {"stream_events": [{"index": 0, "elapsed_ms": 1.0}, {"index": 1, "elapsed_ms": 2.0}]}
     assert one(tmp_path, times, times) is NO_MATERIAL
 
 
-def test_two_empty_answers_show_nothing_unless_there_were_no_tokens(tmp_path: Path) -> None:
+def test_two_empty_answers_are_no_evidence_unless_they_have_no_tokens(tmp_path: Path) -> None:
     empty: list[Record] = [{"text": ""}, {"vector": []}]
     pairs = [({**each, **tokens}, {**each, **tokens}) for tokens in ({}, {"output_tokens": 5}) for each in empty]
     pairs.append(({"token_ids": [], "output_tokens": 5}, {"token_ids": [], "output_tokens": 5}))
@@ -185,7 +185,7 @@ def test_an_answer_whose_text_or_vector_has_become_empty_differs(tmp_path: Path)
         ("environment", "unlike environment"),
     ],
 )
-def test_unlike_questions_are_incomparable_never_a_mismatch(tmp_path: Path, field: str, reason: str) -> None:
+def test_different_questions_are_incomparable_and_not_a_mismatch(tmp_path: Path, field: str, reason: str) -> None:
     values: tuple[Any, Any] = (1, 2) if field == "seed" else ("p", "q")
     pairs = [({**TOKENS, field: values[0]}, {**other, field: values[1]}) for other in (TOKENS, OTHER_TOKENS)]
     unknown = ({**TOKENS, field: values[0]}, TOKENS)
@@ -194,11 +194,11 @@ def test_unlike_questions_are_incomparable_never_a_mismatch(tmp_path: Path, fiel
     assert math.isnan(drift)
 
 
-def test_unlike_materials_have_their_reason(tmp_path: Path) -> None:
+def test_different_materials_have_a_reason(tmp_path: Path) -> None:
     assert compared(tmp_path, [(TOKENS, TEXT)])[1] == {"unlike materials": 1}
 
 
-def test_a_failed_answer_is_no_evidence_of_outputs(tmp_path: Path) -> None:
+def test_a_failed_answer_is_not_evidence_of_outputs(tmp_path: Path) -> None:
     failures: list[Record] = [{"ok": False}, {"error": "boom"}, {"health": "down"}]
     one_side = [({**TOKENS, **failure}, OTHER_TOKENS) for failure in failures]
     both = [({**TOKENS, **failure}, {**OTHER_TOKENS, **failure}) for failure in failures]
@@ -236,7 +236,7 @@ def test_equal_vectors_need_no_tolerance_and_are_not_counted_as_tolerated(tmp_pa
     assert one(tmp_path, VECTOR, VECTOR, Tolerance(absolute=1.0)) is SAME
 
 
-def test_the_largest_drift_is_of_vectors_under_a_rule(tmp_path: Path) -> None:
+def test_the_largest_drift_is_that_of_vectors_with_a_rule(tmp_path: Path) -> None:
     rule = Tolerance(absolute=0.5, model="a")
     pairs = [
         ({"model": "a", "vector": [1.0]}, {"model": "a", "vector": [1.25]}),
@@ -265,7 +265,7 @@ def test_the_most_specific_rule_wins_and_then_the_first() -> None:
     assert rule_for(rules[1:], "x", "y", None) is None
 
 
-def test_rules_are_of_the_candidates_backend_and_accelerator(tmp_path: Path) -> None:
+def test_rules_match_the_candidates_backend_and_accelerator(tmp_path: Path) -> None:
     rule = Tolerance(absolute=1, model="m", backend="b", accelerator="a")
     baseline = {"vector": [1.0], "model": "m", "backend": "x", "accelerator": "x"}
     candidate = {"vector": [1.5], "backend": "b", "accelerator": "a"}
@@ -274,7 +274,7 @@ def test_rules_are_of_the_candidates_backend_and_accelerator(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("bound", [-1.0, math.nan, math.inf])
-def test_a_tolerance_is_finite_and_not_below_0(bound: float) -> None:
+def test_a_tolerance_is_finite_and_not_negative(bound: float) -> None:
     with pytest.raises(ValueError, match="must be finite and at least 0"):
         Tolerance(absolute=bound)
     with pytest.raises(ValueError, match="must be finite and at least 0"):
@@ -321,7 +321,7 @@ def numeric(tmp_path: Path, baseline: Record, candidate: Record, *tolerances: To
         (TEXT, OTHER_TEXT, DIFFERS),
     ],
 )
-def test_numeric_outputs_are_decided_by_vectors_where_both_sides_have_them(
+def test_numeric_outputs_are_decided_by_vectors_if_both_sides_have_them(
     tmp_path: Path, baseline: Record, candidate: Record, output: Output
 ) -> None:
     assert numeric(tmp_path, baseline, candidate, Tolerance(absolute=0.01)) is output

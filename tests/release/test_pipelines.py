@@ -1,4 +1,4 @@
-"""Examples for pipelines: they are run; what providers make of the gate's answers is as their documentation has it."""
+"""Examples for pipelines are run; reactions of providers to the gate follow their documentation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_flag_of_the_workflow_exists(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a job whose two versions are this one; all that its steps started ends with the test."""
+    """Environment of a job in which both versions are this one; its processes end with the test."""
     for side in ("baseline", "candidate"):
         program = tmp_path / side / "bin" / "lockstep"
         program.parent.mkdir(parents=True)
@@ -66,8 +66,8 @@ def runner(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_the_steps_of_the_workflow_run_as_they_stand(tmp_path: Path, runner: dict[str, str]) -> None:
-    """All but the first, which needs a package index; ports are those that are free."""
+def test_the_steps_of_the_workflow_run_unchanged(tmp_path: Path, runner: dict[str, str]) -> None:
+    """All steps but the first, which needs a package index; with free ports."""
     free = [socket.create_server((HOST, 0)) for _ in range(2)]
     ports = {name: str(each.getsockname()[1]) for name, each in zip(("9000", "9001"), free, strict=True)}
     for each in free:
@@ -85,7 +85,7 @@ def test_the_steps_of_the_workflow_run_as_they_stand(tmp_path: Path, runner: dic
     assert (tmp_path / "gate.html").exists()
 
 
-def test_test_results_are_of_the_schema_that_readers_of_junit_share(tmp_path: Path) -> None:
+def test_test_results_follow_the_common_junit_schema(tmp_path: Path) -> None:
     path = tmp_path / "gate.xml"
     assert invoke(["gate", "examples/release_gate_bad.json", "--junit", str(path)]) == 1
     suite = ElementTree.parse(path).getroot()
@@ -101,7 +101,7 @@ def test_test_results_are_of_the_schema_that_readers_of_junit_share(tmp_path: Pa
 
 
 def argo(metric: dict[str, Any], answers: list[httpx2.Response]) -> str:
-    """Phase of a metric after these measurements, by the rules that Argo's documentation and controller have.
+    """Phase of a metric after these measurements, by the rules of Argo's documentation and controller.
 
     An answer beyond 2xx is an error, which is measured again and not counted; a value that meets neither condition is
     inconclusive; more than a limit of a kind ends the metric, and so does its count, in success. All errors are
@@ -130,7 +130,7 @@ def argo(metric: dict[str, Any], answers: list[httpx2.Response]) -> str:
 
 
 async def answers(path: Path, address: str, method: str = "GET") -> dict[str, httpx2.Response]:
-    """What a gate says at an address while it holds, and when it has decided on promotion, and on rollback."""
+    """Responses of a gate at a path while it holds, after a promotion, and after a rollback."""
     found = {}
     for decision, count in (("hold", 1), ("promote", 4), ("rollback", 4)):
         path.write_text("".join(pair_line(index, differs=decision == "rollback") for index in range(count)))
@@ -144,7 +144,7 @@ async def answers(path: Path, address: str, method: str = "GET") -> dict[str, ht
     return found
 
 
-async def test_argo_promotes_when_the_gate_does_and_never_for_having_waited(tmp_path: Path) -> None:
+async def test_argo_promotes_only_by_the_gates_verdict(tmp_path: Path) -> None:
     [template] = documents("argo-analysis-template")
     [metric] = template["spec"]["metrics"]
     address = metric["provider"]["web"]["url"].removeprefix("{{args.gate-url}}")
@@ -167,7 +167,7 @@ async def test_argo_promotes_when_the_gate_does_and_never_for_having_waited(tmp_
         ("rollback", {"rollback"}),  # such an answer ends the release
     ],
 )
-async def test_flagger_gets_2xx_exactly_where_it_shall_go_on(tmp_path: Path, kind: str, yes: set[str]) -> None:
+async def test_flagger_gets_2xx_exactly_if_it_should_continue(tmp_path: Path, kind: str, yes: set[str]) -> None:
     [canary] = documents("flagger-canary")
     hooks = {each["type"]: each for each in canary["spec"]["analysis"]["webhooks"]}
     assert set(hooks) == {"rollout", "confirm-promotion", "rollback"}
@@ -181,7 +181,7 @@ async def test_flagger_gets_2xx_exactly_where_it_shall_go_on(tmp_path: Path, kin
 # -- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
-def test_the_job_calls_the_gate_with_flags_and_a_policy_that_there_are(tmp_path: Path) -> None:
+def test_the_job_calls_the_gate_with_existing_flags_and_policy_fields(tmp_path: Path) -> None:
     job, policy = documents("kubernetes-job")
     spec = job["spec"]["template"]["spec"]
     [container] = spec["containers"]

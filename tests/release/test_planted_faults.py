@@ -1,5 +1,4 @@
-"""The gate's triage names planted faults first: their signal, where they are and what they come from; and nothing on
-equal servers.
+"""The gate's triage lists planted faults first, with signal, place and cause; on equal servers it lists nothing.
 
 The default suite plants in the records of one run of equal servers. The slow one plants all faults of `FAULTS`, on
 servers with changed settings; `python -m tests.release.faults` prints what it finds.
@@ -29,11 +28,11 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield found
 
 
-def test_each_fault_has_a_name_of_its_own_and_there_are_more_than_twenty() -> None:
+def test_fault_names_are_unique_and_more_than_twenty() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) > 20
 
 
-def test_nothing_is_named_on_equal_servers_whatever_the_machine_is_busy_with(stage: Stage) -> None:
+def test_equal_servers_give_no_items_under_any_load(stage: Stage) -> None:
     verdict = stage.judged(stage.equal(), {**POLICY, **TIMELESS})
     assert (verdict["decision"], verdict["triage"]) == ("promote", [])
 
@@ -47,7 +46,7 @@ def test_a_fault_in_the_records_is_named_first(fault: Fault, stage: Stage) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAST, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_a_fault_in_the_records_has_its_cause_in_sequential_mode_too(fault: Fault, many: Stage) -> None:
-    """Its signal may be a series: of lost requests, that the share of missing pairs is certainly beyond its bound."""
+    """The signal may be a series: for lost requests, a share of missing pairs that is certainly beyond its bound."""
     _, place, cause, verdict = fault.found(many, {"mode": "sequential", "warmup_pairs": 0})
     assert (place, cause) == ("all", fault.cause), verdict["triage"]
 
@@ -62,7 +61,7 @@ def test_a_fault_of_a_server_is_named_first(fault: Fault, stage: Stage) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["threshold", "sequential"])
 @pytest.mark.parametrize("source", [STUB, POCKET])
-def test_nothing_is_named_on_equal_servers_in_either_mode(source: str, mode: str, stage: Stage) -> None:
+def test_equal_servers_give_no_items_in_either_mode(source: str, mode: str, stage: Stage) -> None:
     policy = {
         **POLICY,
         **TIMELESS,

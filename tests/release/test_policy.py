@@ -1,4 +1,4 @@
-"""A policy is fields with names, ranges and sentences, later sources over earlier ones; all else is refused by name."""
+"""A policy has fields with names, ranges and descriptions; later sources override earlier ones; others are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_field_has_a_sentence_that_stands_alone() -> None:
         assert not re.match(r"The same|Likewise|As above", sentence), name
 
 
-def test_every_number_has_a_range_that_holds_its_default() -> None:
+def test_every_number_has_a_range_with_its_default() -> None:
     for name, type_ in option_types(Policy).items():
         if type_.kind in (int, float):
             assert type_.range.low is not None, name
@@ -30,7 +30,7 @@ def test_every_number_has_a_range_that_holds_its_default() -> None:
             assert type_.fits(getattr(Policy(), name)), name
 
 
-def test_later_sources_go_over_earlier_ones() -> None:
+def test_later_sources_override_earlier_ones() -> None:
     policy = policy_of(Layer("a", {"min_pairs": 5, "alpha": 0.1}), Layer("b", None), Layer("c", {"min_pairs": 7}))
     assert (policy.min_pairs, policy.alpha, policy.margin) == (7, 0.1, Policy().margin)
 
@@ -64,7 +64,7 @@ def test_an_invalid_policy_is_rejected_with_the_name_of_the_field(fields: dict[s
         policy_of(Layer("there", fields))
 
 
-def test_a_policy_that_is_no_object_is_refused() -> None:
+def test_a_policy_that_is_not_an_object_is_refused() -> None:
     fields: Any = [1]
     with pytest.raises(EvidenceError, match="must be a mapping of fields"):
         policy_of(Layer("there", fields))
@@ -84,7 +84,7 @@ def test_settings_are_read_as_yaml() -> None:
 
 
 @pytest.mark.parametrize("text", ["min_pairs", "owners=[1"])
-def test_settings_that_are_none_are_refused_as_they_were_given(text: str) -> None:
+def test_invalid_settings_are_refused_with_their_text(text: str) -> None:
     with pytest.raises(EvidenceError, match=re.escape(repr(text))):
         parsed_settings([text])
 
@@ -96,7 +96,7 @@ def test_the_field_of_an_agreement_is_between_its_brackets(outputs: str | None, 
     assert Policy(outputs=outputs).agreement_field == field
 
 
-def test_a_digest_is_of_all_fields() -> None:
+def test_the_digest_depends_on_all_fields() -> None:
     assert digest_of(Policy()) == digest_of(Policy())
     assert digest_of(Policy()) != digest_of(Policy(owners={"errors": "me"})) != digest_of(Policy(alpha=0.04))
 

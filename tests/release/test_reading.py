@@ -1,4 +1,4 @@
-"""The same observations in every layout are the same table; nothing that is wrong is read over."""
+"""The same observations in every layout give the same table; invalid data is refused."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_field_is_read_from_every_layout(tmp_path: Path, writer: str) -> N
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
-def test_packed_files_are_read_as_they_are(tmp_path: Path, writer: str, pack: Callable[[bytes], bytes]) -> None:
+def test_compressed_files_are_read(tmp_path: Path, writer: str, pack: Callable[[bytes], bytes]) -> None:
     plain = WRITERS[writer](tmp_path / "input", [FULL, SPARSE])
     packed = tmp_path / "packed"
     packed.write_bytes(pack(plain.read_bytes()))
@@ -119,7 +119,7 @@ def test_packed_files_are_read_as_they_are(tmp_path: Path, writer: str, pack: Ca
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_one_file_holds_both_sides_where_each_observation_has_one(tmp_path: Path, writer: str) -> None:
+def test_one_file_may_have_both_sides_if_each_observation_names_one(tmp_path: Path, writer: str) -> None:
     both = [{**FULL, "side": "baseline"}, {**SPARSE, "side": "candidate"}]
     path = WRITERS[writer](tmp_path / "input", both)
     assert observations(path, None, of="baseline") == [{**FULL, "side": "baseline"}]
@@ -147,7 +147,7 @@ PAIR = {"model": "shared", "baseline": FULL, "candidate": SPARSE}
     ],
     ids=["document", "list", "lines", "lines with a policy"],
 )
-def test_pairs_share_what_stands_beside_their_sides(tmp_path: Path, text: str) -> None:
+def test_pairs_share_fields_outside_of_their_sides(tmp_path: Path, text: str) -> None:
     path = tmp_path / "input"
     path.write_text(text)
     assert observations(path, None, of="baseline") == [FULL, SPARSE]
@@ -158,7 +158,7 @@ def test_a_single_pair_on_a_line_is_a_pair(tmp_path: Path) -> None:
     assert observations(write_json(tmp_path / "input", PAIR), None, of="candidate") == [{**SPARSE, "model": "shared"}]
 
 
-def test_the_policy_of_lines_stands_in_a_line_of_its_own(tmp_path: Path) -> None:
+def test_the_policy_of_a_file_of_lines_is_a_separate_line(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "input", [{"policy": {"min_pairs": 3}}, PAIR])
     with open_store() as store:
         assert read(store, path, None)[1] == {"min_pairs": 3}
@@ -170,7 +170,7 @@ def test_unknown_members_are_reported_and_not_read(tmp_path: Path) -> None:
     assert source.unread == ("weather",)
 
 
-def test_one_side_alone_is_no_fault_of_the_file(tmp_path: Path) -> None:
+def test_a_file_with_only_one_side_is_valid(tmp_path: Path) -> None:
     path = write_json(tmp_path / "input", {"baseline": [SPARSE]})
     assert observations(path, None, of="baseline") == [SPARSE]
     assert observations(path, None, of="candidate") == []
@@ -214,7 +214,7 @@ def line_of(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("num_lines", [1, 2, 3, 50])
 @pytest.mark.parametrize("wrong", ['{"request_id": "cut", "latency_ms": 1', '{"latency_ms": "slow"}', "[1, 2]"])
 def test_a_line_that_cannot_be_read_is_refused_by_its_number(tmp_path: Path, num_lines: int, wrong: str) -> None:
-    """Wherever it is, with blank lines before it, and the first of several is named."""
+    """At any position, with blank lines before it; of several the first is named."""
     for place in sorted({0, 1, num_lines // 2, num_lines - 1, num_lines}):
         lines = [json.dumps(line_of(each)) for each in range(num_lines)]
         lines[place:place] = ["", wrong] if place else [wrong]
@@ -240,7 +240,7 @@ def test_a_line_is_named_by_its_number_in_what_was_compressed_in_logs_and_in_tab
     refused(log, rf"^{log}:3: 1 observations have no side", None)
 
 
-def test_a_copy_is_named_as_the_file_that_it_is_of(tmp_path: Path) -> None:
+def test_errors_in_a_copy_name_the_original_file(tmp_path: Path) -> None:
     copy, given = write_lines(tmp_path / "copy", [SPARSE, {**SPARSE, "latency_ms": "slow"}]), Path("mine.jsonl")
     with open_store() as store, pytest.raises(EvidenceError, match=r"^mine\.jsonl:2: ") as caught:
         read(store, copy, "baseline", given)
@@ -278,7 +278,7 @@ def test_a_copy_is_named_as_the_file_that_it_is_of(tmp_path: Path) -> None:
         ([{"policy": 3}, PAIR], None, "policy must be a JSON object"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, records: list[Any], side: Any, message: str) -> None:
+def test_inconsistent_layouts_are_refused(tmp_path: Path, records: list[Any], side: Any, message: str) -> None:
     refused(write_lines(tmp_path / "input", records), message, side)
 
 
@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, records: list[Any], side: 
         ('{"request_id": "a"}\n5\n', "Expected OBJECT"),
     ],
 )
-def test_text_that_is_not_whole_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_truncated_text_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "input"
     path.write_text(text)
     refused(path, message, None if "{" in text and "request_id" not in text else "baseline")
@@ -327,7 +327,7 @@ def test_a_cut_parquet_file_is_refused(tmp_path: Path, part: float) -> None:
 
 
 class Trap:
-    """Something whose pickle runs code when it is opened."""
+    """An object whose pickle runs code when it is opened."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
         return os.mkdir, ("opened",)

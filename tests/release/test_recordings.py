@@ -1,4 +1,4 @@
-"""Two flight recordings are evidence: what was asked is paired, and answers compare wherever they can be compared."""
+"""Two flight recordings are evidence: requests are paired, and answers are compared where possible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.release.recording import (
     recorded,
     recorded_in_process,
 )
-from tests.replay.recordings import list_again, rewrite_entries
+from tests.replay.recordings import relist, rewrite_entries
 from tests.worker.support import ENDLESS, running
 from tools.random_models import write_gguf
 
@@ -59,7 +59,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, key: str) -> tuple[Path, Path]:
-    """The same requests on the embedded model: under default settings, and under tight ones in other company."""
+    """The same requests on the embedded model, with default settings and with tight ones under other load."""
     folder = tmp_path_factory.mktemp("settings")
     requests, others = load(24, seed=1), load(8, seed=2)
     mixed = [each for pair in zip(requests[:8], others, strict=True) for each in pair] + requests[8:]
@@ -71,7 +71,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, key: str) -> tuple[Path, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights, and the same with one bit of one weight changed."""
+    """A model with random weights, and the same with one changed bit of a weight."""
     folder = tmp_path_factory.mktemp("flipped")
     whole = write_gguf(folder / "whole.gguf", "tiny-llama", "F32", seed=5)
     other = folder / "other.gguf"
@@ -81,19 +81,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answered(model: Path, name: str, options: LoadOptions) -> Path:
-    """A recording with contents of a model that is asked the same as all others."""
+    """Recording with content of a model with the same requests as all others."""
     requests = generation_requests(load(12, seed=1))
     return recorded_in_process(model.parent / name, requests, has_content=True, source=str(model), options=options)
 
 
 @pytest.fixture(scope="module")
 def flipped(folder: Path) -> tuple[Path, Path]:
-    """The same requests on both models."""
+    """Recordings of the same requests on both models."""
     return answered(folder / "whole.gguf", "whole", SMALL), answered(folder / "other.gguf", "other", SMALL)
 
 
 def flip_sign(path: Path, tensor: str, index: int) -> None:
-    """Change one bit of a file: the sign of one number of a tensor of 32-bit floats."""
+    """Change one bit of a file: the sign of one number in a tensor of 32-bit floats."""
     [found] = [each for each in gguf.GGUFReader(path).tensors if each.name == tensor]
     data = bytearray(path.read_bytes())
     data[found.data_offset + 4 * index + 3] ^= 0x80
@@ -145,9 +145,7 @@ def test_a_flipped_bit_of_a_weight_is_rolled_back_with_the_first_differing_reque
     assert [tokens[0][name] for name in earlier] == [tokens[1][name] for name in earlier]
 
 
-def test_another_precision_is_as_other_weights_and_no_other_environment(
-    folder: Path, flipped: tuple[Path, Path]
-) -> None:
+def test_another_precision_counts_as_other_weights(folder: Path, flipped: tuple[Path, Path]) -> None:
     rounded = answered(
         folder / "whole.gguf", "rounded", dataclasses.replace(SMALL, executor=ExecutorOptions(quantize="int8"))
     )
@@ -161,12 +159,12 @@ def test_another_precision_is_as_other_weights_and_no_other_environment(
     assert exact.decision is (Decision.ROLLBACK if exact.summary.differing else Decision.PROMOTE)
 
 
-def test_other_weights_need_a_word_on_what_sameness_means(flipped: tuple[Path, Path]) -> None:
+def test_other_weights_need_an_outputs_policy(flipped: tuple[Path, Path]) -> None:
     assert "outputs-policy" in {each.name for each in judged(*flipped).signals}
     assert not judged(*flipped).evidence.startswith("equality")
 
 
-def test_one_differing_answer_of_the_same_weights_is_proof_whatever_rate_the_policy_allows(
+def test_a_differing_answer_of_equal_weights_rolls_back_at_any_allowed_rate(
     settings: tuple[Path, Path], tmp_path: Path
 ) -> None:
     changed = with_other_answer(settings[1], tmp_path)
@@ -177,7 +175,7 @@ def test_one_differing_answer_of_the_same_weights_is_proof_whatever_rate_the_pol
 
 
 def with_other_answer(recording: Path, folder: Path) -> Path:
-    """A recording with another digest of one of the answers that both sides gave."""
+    """Recording with a different digest of one answer that both sides have."""
 
     def change(entries: list[Entry]) -> None:
         names = {(each.engine, each.seq_id): each.external_id for each in entries if isinstance(each, RequestDigest)}
@@ -189,17 +187,17 @@ def with_other_answer(recording: Path, folder: Path) -> Path:
 
 
 def file_of(recording: Path) -> Path:
-    """The one file of a recording."""
+    """Only file of a recording."""
     [path] = recording.glob(f"*{SUFFIX}")
     return path
 
 
 def changed(recording: Path, folder: Path, change: Callable[[list[Entry]], None]) -> Path:
-    """A copy of a recording of one file, with other entries."""
+    """Copy of a recording of one file, with changed entries."""
     path = file_of(recording)
     shutil.copy(path, folder)
     rewrite_entries(folder / path.name, change)
-    list_again(folder / path.name)
+    relist(folder / path.name)
     return folder
 
 
@@ -215,7 +213,7 @@ UNLIKE = {
 
 @pytest.mark.parametrize("what", UNLIKE)
 @pytest.mark.parametrize("has_content", [False, True], ids=["by digest", "by content"])
-def test_answers_to_unlike_questions_are_incomparable_and_no_mismatch(
+def test_answers_to_different_questions_are_incomparable(
     tmp_path: Path, key: str, what: str, has_content: bool
 ) -> None:
     common = replace(ASKED, external_id="two")
@@ -232,7 +230,7 @@ def test_answers_to_unlike_questions_are_incomparable_and_no_mismatch(
     assert verdict.decision is Decision.PROMOTE
 
 
-def test_answers_of_unlike_environments_are_incomparable(tmp_path: Path, key: str) -> None:
+def test_answers_of_different_environments_are_incomparable(tmp_path: Path, key: str) -> None:
     baseline = recorded_in_process(tmp_path / "a", [ASKED], key_file=key)
 
     def change(entries: list[Entry]) -> None:
@@ -247,7 +245,7 @@ def test_answers_of_unlike_environments_are_incomparable(tmp_path: Path, key: st
     assert [each.name for each in verdict.signals] == ["no-output-evidence", "missing-comparable"]
 
 
-def test_the_seed_of_a_request_that_draws_nothing_does_not_matter(tmp_path: Path, key: str) -> None:
+def test_the_seed_of_a_greedy_request_does_not_matter(tmp_path: Path, key: str) -> None:
     greedy = replace(PLAIN, temperature=0.0)
     sides = [
         recorded_in_process(tmp_path / side, [replace(ASKED, params=replace(greedy, seed=seed))], key_file=key)
@@ -256,7 +254,7 @@ def test_the_seed_of_a_request_that_draws_nothing_does_not_matter(tmp_path: Path
     assert judged(*sides).summary.same == 1
 
 
-def test_recordings_with_unlike_keys_are_evidence_of_latency_only(tmp_path: Path) -> None:
+def test_recordings_with_different_keys_are_evidence_of_latency_only(tmp_path: Path) -> None:
     verdict = judged(*(recorded_in_process(tmp_path / side, [ASKED]) for side in "ab"))
     assert verdict.decision is Decision.HOLD
     assert [each.name for each in verdict.signals] == ["no-output-evidence"]
@@ -330,7 +328,7 @@ def test_an_answer_that_was_cut_short_is_not_compared(tmp_path: Path, key: str) 
     assert rows[1][3] is False
 
 
-def test_answers_that_this_version_would_decide_otherwise_are_compared_without_times(
+def test_answers_of_recordings_with_other_decisions_are_compared_without_times(
     settings: tuple[Path, Path], tmp_path: Path
 ) -> None:
     def change(entries: list[Entry]) -> None:
@@ -349,7 +347,7 @@ def test_answers_that_this_version_would_decide_otherwise_are_compared_without_t
 # -- input ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_recording_is_no_evidence(settings: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_damaged_recording_is_refused(settings: tuple[Path, Path], tmp_path: Path) -> None:
     path = file_of(settings[1])
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -390,7 +388,7 @@ def test_a_recording_is_judged_against_another_file_by_its_times(settings: tuple
     assert any("only one side is a recording" in note for note in verdict.notes)
 
 
-def test_the_command_judges_two_recordings_and_repeats_itself_byte_by_byte(
+def test_the_command_judges_two_recordings_with_stable_bytes(
     settings: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loose = [f"--set={name}={json.dumps(value)}" for name, value in ONLY_OUTPUTS.items()]
@@ -404,7 +402,7 @@ def test_the_command_judges_two_recordings_and_repeats_itself_byte_by_byte(
     assert "engine 0 (pocket)" in capsys.readouterr().out
 
 
-def test_the_command_wants_a_recording_of_each_side(
+def test_the_command_requires_a_recording_of_each_side(
     settings: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["gate", str(settings[0])]) == 3

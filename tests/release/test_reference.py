@@ -1,4 +1,4 @@
-"""The pages of the gate say what the code says."""
+"""Documentation of the gate matches the code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tools.gate_reference import PAGES, TABLES, with_tables
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_its_tables_are_those_of_the_code(page: Path) -> None:
-    """Mended by `python -m tools.gate_reference`."""
+def test_documented_tables_match_the_code(page: Path) -> None:
+    """`python -m tools.gate_reference` updates them."""
     text = page.read_text()
     assert with_tables(text) == text
 

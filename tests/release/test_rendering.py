@@ -1,4 +1,4 @@
-"""Reports of verdicts: what is said once and where, pages that ask for nothing, plots with their bounds."""
+"""Reports of verdicts: contents, pages without external requests, plots with their bounds."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def pairs(path: Path) -> Path:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    """The page of a sequential verdict."""
+    """Page of a sequential verdict."""
     found = tmp_path / "gate.html"
     settings = ["--set", "mode=sequential", "--set", "warmup_pairs=0"]
     assert invoke(["gate", str(pairs(tmp_path / "pairs.jsonl")), *settings, "--html", str(found)]) == 1
     return found
 
 
-def test_a_page_asks_for_nothing_and_fits_a_telephone(page: Path, visit: Visit) -> None:
+def test_a_page_makes_no_requests_and_fits_a_phone(page: Path, visit: Visit) -> None:
     tab = visit.open(page)
     tab.set_viewport_size({"width": 400, "height": 800})
     assert visit.requests == [page.as_uri()]
@@ -92,7 +92,7 @@ def test_findings_on_times_alone_are_marked_as_possible_noise(
     assert "only times are outside" not in capsys.readouterr().out
 
 
-def test_ids_of_requests_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_of_requests_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = pairs(tmp_path / "pairs.jsonl")
     path.write_text(path.read_text().replace('"token_ids": [7]', '"token_ids": [8]', 1))
     assert invoke(["gate", str(path), "--set", "min_pairs=5"]) == 1

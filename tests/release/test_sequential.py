@@ -1,4 +1,4 @@
-"""Decisions over series hold at any look: latched, over the series that are there, with the error rates promised."""
+"""Decisions over series are valid at any look: latched, over the existing series, with the promised error rates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def summaries(*series: Series, policy: Policy = POLICY) -> tuple[SeriesSummary, 
 
 
 def decided(findings: Findings) -> tuple[bool, bool]:
-    """Whether the last look says rollback, and promote."""
+    """Decisions of the last look: rollback, promote."""
     return bool(findings.is_rolled_back[-1]), bool(findings.is_promoted[-1])
 
 
@@ -62,7 +62,7 @@ def test_a_mean_above_its_bound_rolls_back_and_one_below_is_promoted() -> None:
     assert decided(follow(POLICY, [ratio(noise(1, 2_000, MARGIN))], 2_000)) == (False, False)
 
 
-def test_a_rollback_stays_although_later_pairs_are_better() -> None:
+def test_a_rollback_is_latched() -> None:
     values = np.concatenate([noise(1, 500, 0.2), noise(2, 4_500, -0.1)])
     findings = follow(POLICY, [ratio(values)], 5_000)
     assert not findings.rejected[0, -1]
@@ -83,7 +83,7 @@ def test_a_promotion_needs_every_series_at_the_last_look() -> None:
 def test_the_decision_after_n_pairs_is_independent_of_later_pairs(
     seed: int, num: int, mean: float, rate: float
 ) -> None:
-    """A later batch has the looks of an earlier one but its end, and says the same at each of them."""
+    """A later batch has the looks of an earlier one except its end, and decides equally at each of them."""
     policy, rng = Policy(mode="sequential", min_pairs=50, warmup_pairs=0), np.random.default_rng(seed)
     values = rng.normal(mean, 0.2, 3_000)
     small = np.sort(rng.choice(3_000, 400, replace=False))
@@ -102,7 +102,7 @@ def test_the_decision_after_n_pairs_is_independent_of_later_pairs(
     assert np.array_equal(part.rejected[:, : len(shared)], whole.rejected[:count, : len(shared)])
 
 
-def test_segments_that_are_small_yet_neither_burden_the_others_nor_hold_them_back() -> None:
+def test_small_segments_neither_weaken_nor_delay_the_others() -> None:
     small = ratio(noise(3, 19), segment="small", places=np.arange(0, 1_900, 100))
     findings = follow(POLICY, [ratio(noise(1, 2_000)), small], 2_000)
     assert decided(findings) == (False, True)
@@ -118,15 +118,15 @@ def test_a_segment_with_enough_pairs_holds_until_it_is_certain() -> None:
     assert decided(follow(POLICY, [ratio(noise(1, 2_000)), segment], 2_000)) == (False, False)
 
 
-def test_what_only_holds_never_rolls_back_and_is_no_hypothesis() -> None:
+def test_series_that_can_only_hold_are_no_hypotheses() -> None:
     bad = ratio(noise(1, 2_000, 0.3), "missing-pairs", response=Decision.HOLD)
     findings = follow(POLICY, [bad, ratio(noise(2, 2_000))], 2_000)
     assert decided(findings) == (False, False)
     assert summaries_of(POLICY, findings)[0].state == "outside"
 
 
-def test_events_that_are_rare_have_to_be_so_by_both_ways() -> None:
-    """Their variance alone would be certain after a few hundred pairs without any."""
+def test_rare_events_need_both_tests() -> None:
+    """Their variance alone would be certain after a few hundred pairs without events."""
     short, long = (follow(POLICY, [failures(np.zeros(num))], num) for num in (2_000, 5_000))
     assert decided(short) == (False, False)
     assert short.tracks[0].upper[-1] < 0.01
@@ -145,7 +145,7 @@ def test_several_canaries_are_followed_side_by_side() -> None:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_undecided_is_one_signal_with_those_that_need_the_most_first() -> None:
+def test_undecided_series_are_one_signal_sorted_by_needed_pairs() -> None:
     found = summaries(
         ratio(noise(1, 400)),
         ratio(noise(2, 400, 0.04), "ttft"),
@@ -161,13 +161,13 @@ def test_what_is_undecided_is_one_signal_with_those_that_need_the_most_first() -
     assert "more pairs would settle the others" in signal.sentence
 
 
-def test_a_rollback_is_not_drowned_in_what_is_undecided() -> None:
+def test_a_rollback_precedes_undecided_series() -> None:
     found = summaries(ratio(noise(1, 1_000, 0.2)), failures(np.zeros(1_000)), ratio(noise(3, 1_000, 0.05), "ttft"))
     assert [each.name for each in signals_of(found)] == ["latency"]
     assert "2 of 3 series were undecided when others were certain" in list(notes_of(POLICY, found))
 
 
-def test_a_hold_for_missing_pairs_does_not_hide_what_is_undecided() -> None:
+def test_a_hold_for_missing_pairs_lists_undecided_series() -> None:
     missing = ratio(noise(1, 1_000, 0.3), "missing-pairs", response=Decision.HOLD)
     found = summaries(missing, failures(np.zeros(1_000)))
     assert [each.name for each in signals_of(found)] == ["missing-pairs", "undecided"]
@@ -199,7 +199,7 @@ def test_a_series_that_is_too_short_or_too_correlated_has_no_bounds_yet() -> Non
     assert "(+" in next(signals_of([found])).sentence
 
 
-def test_the_pairs_that_are_still_needed_are_about_as_many_as_it_takes() -> None:
+def test_the_estimate_of_needed_pairs_is_accurate() -> None:
     values = noise(6, 40_000, 0.03, 0.3)
     [early] = summaries(ratio(values[:2_000]))
     assert early.state == "undecided"
@@ -209,7 +209,7 @@ def test_the_pairs_that_are_still_needed_are_about_as_many_as_it_takes() -> None
     assert first / 3 <= 2_000 + early.more_pairs <= 3 * first
 
 
-def test_rare_failures_need_the_pairs_that_the_bets_need() -> None:
+def test_rare_failures_need_as_many_pairs_as_the_bets() -> None:
     [early] = summaries(failures(np.zeros(1_000)))
     assert early.more_pairs is not None
     needed = next(
@@ -218,7 +218,7 @@ def test_rare_failures_need_the_pairs_that_the_bets_need() -> None:
     assert needed <= 1_000 + early.more_pairs <= 1.2 * needed
 
 
-def test_the_evidence_is_shown_at_some_looks_the_last_one_among_them() -> None:
+def test_the_evidence_is_shown_at_some_looks_including_the_last() -> None:
     [found] = summaries(ratio(noise(1, 300_000)))
     assert len(looks_of(300_000)) > len(found.curve) > MAX_CURVE / 2
     assert found.curve[-1].pairs == 300_000
@@ -258,7 +258,7 @@ def small(table: str) -> list[Scenario]:
     "scenario", [each for name in SMALL if name != "family" for each in small(name)], ids=lambda each: each.name
 )
 def test_rates_of_wrong_decisions_stay_within_alpha(scenario: Scenario) -> None:
-    """A small, seeded version of docs/gate-error-rates.md: 200 canaries of 6,000 pairs, at 60 looks."""
+    """Small, seeded version of docs/gate-error-rates.md: 200 canaries of 6,000 pairs, at 60 looks."""
     num = 20 if scenario.table == "missing" else 200
     found = run(Scenario(scenario.table, scenario.name, scenario.job, Size(6_000, 60)), num, seed=3)
     assert found["canaries"] == num
@@ -266,7 +266,7 @@ def test_rates_of_wrong_decisions_stay_within_alpha(scenario: Scenario) -> None:
         assert 1 - upper_bound(num - found[wrong], num) < POLICY.alpha, (wrong, found)
 
 
-def test_over_many_series_wrong_decisions_are_as_rare() -> None:
+def test_rates_of_wrong_decisions_stay_within_alpha_over_many_series() -> None:
     [scenario] = small("family")
     found = run(Scenario(scenario.table, scenario.name, scenario.job, Size(4_000, 30)), 12, seed=3)
     assert found["rollback at any"] + found["promotion at any"] == 0
@@ -280,7 +280,7 @@ def test_a_candidate_that_is_a_tenth_slower_is_caught() -> None:
             assert found["rollback at caught"] >= 0.9 * found["canaries"], scenario.name
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been() -> None:
+def test_a_stopped_run_can_be_continued() -> None:
     scenario = next(each for each in scenarios(10) if each.table == "rivals")
     short = Scenario(scenario.table, scenario.name, scenario.job, Size(400, 10), chunk=10)
     stopped = run(short, 40, 1, until=-math.inf)
@@ -291,9 +291,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been() -> None:
 
 
 @given(st.integers(1, 400), st.data())
-def test_the_bound_of_a_rate_is_the_one_at_which_so_few_are_seen_in_a_fortieth_of_cases(
-    count: int, data: st.DataObject
-) -> None:
+def test_the_upper_bound_of_a_rate_has_a_tail_of_a_fortieth(count: int, data: st.DataObject) -> None:
     events = data.draw(st.integers(0, count - 1))
     rate = upper_bound(events, count)
     assert events / count < rate < 1

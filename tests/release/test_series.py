@@ -1,4 +1,4 @@
-"""Series are numbers of the pairs that have them, in their order, each against the bound that the policy has for it."""
+"""Series are numbers of the pairs that have them, in order, each with the policy's bound."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_ratios_are_of_healthy_pairs_that_have_both_numbers() -> None:
     assert series.bound == pytest.approx(math.log(1.1))
 
 
-def test_tokens_that_a_client_read_at_once_say_nothing_of_the_gaps_between_them() -> None:
+def test_tokens_read_at_once_give_no_gaps() -> None:
     gaps = np.array([10.0, 10.0, 0.004, 0.1]), np.array([11.0, 0.003, 10.0, 11.0])
     assert list(named(series_of(Policy(), pairs_of(4, metrics={"decode_ms": gaps})), "decode").places) == [0]
     alone = named(series_of(Policy(), pairs_of(4, metrics={"ttft_ms": gaps})), "ttft")
@@ -73,7 +73,7 @@ def test_a_failure_counts_for_its_side_and_one_of_both_for_neither() -> None:
     assert (list(series.values), series.bound, series.is_event) == ([0, -1, 1, 0], 0.02, True)
 
 
-def test_the_tail_is_beyond_what_the_baselines_first_pairs_say_and_they_are_no_evidence() -> None:
+def test_the_tail_bound_is_from_the_baselines_first_pairs_which_are_excluded() -> None:
     num = MIN_PAIRS + 3
     baseline, candidate = np.arange(1.0, num + 1), np.arange(1.0, num + 1)
     baseline[-3:], candidate[-3:] = (94.0, 96.0, 96.0), (96.0, 94.0, 95.0)
@@ -88,14 +88,14 @@ def test_the_tail_is_beyond_what_the_baselines_first_pairs_say_and_they_are_no_e
         assert "latency-tail" not in {each.signal for each in series_of(policy, pairs_of(few))}
 
 
-def test_missing_records_stand_among_the_pairs_where_they_arrived() -> None:
+def test_missing_records_are_placed_by_their_arrival() -> None:
     series = missing_pairs(Policy(), pairs_of(4, missing_at=np.array([0, 2, 2, 4]), missing=np.array([1.0, 1, -1, 1])))
     assert list(series.values) == [1, 0, 0, 1, -1, 0, 0, 1]
     assert list(series.places) == sorted(series.places)
     assert series.response is Decision.HOLD
 
 
-def test_segments_have_series_where_they_are_enforced_and_large_enough() -> None:
+def test_segments_have_series_if_enforced_and_large_enough() -> None:
     segments = tuple(TrafficSegment("m", None, None, None, label) for label in "abc")
     pairs = pairs_of(60, segment=np.repeat(np.array([0, 1, 2], np.int32), (30, 20, 10)), segments=segments)
     assert {each.segment for each in series_of(Policy(), pairs)} == {"all"}
@@ -128,7 +128,7 @@ OUTPUT = np.array([Output.SAME, Output.DIFFERS, Output.INCOMPARABLE, Output.DRIF
         ),
     ],
 )
-def test_answers_are_series_in_the_sense_of_the_policy(
+def test_series_of_answers_follow_the_policy(
     policy: dict[str, Any], answers: Answers, signal: str, values: list[float], bound: float
 ) -> None:
     series = named(series_of(Policy(**policy), pairs_of(5, output=OUTPUT), answers), signal)
@@ -139,6 +139,6 @@ def test_answers_are_series_in_the_sense_of_the_policy(
 
 
 @pytest.mark.parametrize("policy", [{"outputs": "ignore"}, {"outputs": "agreement(x)", "min_agreement": 1.0}, {}])
-def test_answers_that_are_ignored_or_may_not_differ_at_all_are_no_series(policy: dict[str, Any]) -> None:
+def test_ignored_or_strictly_equal_answers_have_no_series(policy: dict[str, Any]) -> None:
     found = series_of(Policy(**policy), pairs_of(5, output=OUTPUT), Answers())
     assert not {each.signal for each in found} & {"agreement", "output-mismatch", "logprob-gap"}

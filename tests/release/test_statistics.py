@@ -1,4 +1,4 @@
-"""Every formula agrees with a second implementation of its definition, and no look depends on what comes after it."""
+"""Every formula agrees with an independent implementation of its definition, and no look depends on later pairs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mixture_by_integration(excess: float, num: int) -> float:
 
 
 def long_run_variance(series: Floats) -> tuple[float, float]:
-    """Largest variance of block means times their length, a standard error more; and pairs per independent pair."""
+    """Largest variance of block means times their length, plus a standard error; and pairs per independent pair."""
     found = []
     size = 1
     while len(series) // size >= MIN_BLOCKS:
@@ -60,7 +60,7 @@ def long_run_variance(series: Floats) -> tuple[float, float]:
 
 
 def log_bets(series: Floats, bound: float, block: int) -> float:
-    """Logarithm of the mean wealth of gamblers who each bet a part of a unit on every block."""
+    """Logarithm of the mean wealth of gamblers who each bet a share of a unit on every block."""
     wealth = []
     for stake in STAKES:
         money = 1.0
@@ -86,7 +86,7 @@ def test_nearest_rank_is_the_least_value_that_enough_values_are_not_above(values
     assert nearest_rank(np.array(values), percent / 100) == min(enough)
 
 
-def test_nearest_rank_of_nothing_is_no_number() -> None:
+def test_nearest_rank_of_no_values_is_nan() -> None:
     assert math.isnan(nearest_rank(np.array([]), 0.95))
 
 
@@ -109,7 +109,7 @@ def test_looks_of_a_longer_series_begin_with_those_of_a_shorter_one(num: int, mo
 
 
 @pytest.mark.parametrize("num", [0, 1, MIN_PAIRS - 1])
-def test_series_that_are_too_short_are_not_looked_at(num: int) -> None:
+def test_short_series_have_no_looks(num: int) -> None:
     assert not len(looks_of(num))
 
 
@@ -142,7 +142,7 @@ def test_the_variance_is_the_largest_of_those_of_block_means(seed: int, num: int
 
 
 @given(seeds, st.floats(0, 0.9), st.booleans(), st.integers(0, 79))
-def test_no_look_depends_on_what_comes_after_it(seed: int, phi: float, is_event: bool, at: int) -> None:
+def test_no_look_depends_on_later_values(seed: int, phi: float, is_event: bool, at: int) -> None:
     series, looks = autoregressive(seed, 3_000, phi), looks_of(3_000)
     series = np.sign(series) if is_event else series
     num = looks[at]
@@ -155,7 +155,7 @@ def test_no_look_depends_on_what_comes_after_it(seed: int, phi: float, is_event:
 
 
 @given(seeds, st.floats(-0.3, 0.3), st.sampled_from([0.001, 0.05, 0.3]), st.booleans())
-def test_evidence_is_enough_exactly_where_the_confidence_sequence_excludes_the_bound(
+def test_evidence_is_sufficient_exactly_if_the_confidence_sequence_excludes_the_bound(
     seed: int, bound: float, alpha: float, is_event: bool
 ) -> None:
     series = autoregressive(seed, 4_000, 0.0)
@@ -166,7 +166,7 @@ def test_evidence_is_enough_exactly_where_the_confidence_sequence_excludes_the_b
     assert list(line.log_below > limit + 1e-9) == list(line.upper < bound - 1e-12)
 
 
-def test_a_series_that_never_changes_is_certain_and_remembers_nothing() -> None:
+def test_a_constant_series_is_certain_and_has_no_memory() -> None:
     line = track(np.full(100, math.log(1.1)), math.log(1.05), ALPHA, np.array([100]))
     assert line.begins[0] == MIN_PAIRS
     assert line.upper[0] - line.lower[0] < 1e-9
@@ -174,13 +174,13 @@ def test_a_series_that_never_changes_is_certain_and_remembers_nothing() -> None:
     assert line.log_below[0] < 0
 
 
-def test_far_on_the_other_side_of_the_bound_there_is_no_evidence() -> None:
+def test_values_far_on_the_other_side_of_the_bound_give_no_evidence() -> None:
     line = track(np.full(1_000, 1e12), 0.0, ALPHA, np.array([1_000]))
     assert line.log_below[0] < 0
 
 
-def test_a_series_that_remembers_for_longer_than_it_lasts_is_no_evidence() -> None:
-    """Neither a walk nor a trend has a mean that its beginning could tell, though both end far above 0."""
+def test_a_series_with_a_memory_longer_than_itself_gives_no_evidence() -> None:
+    """Neither a random walk nor a trend has a mean that its beginning predicts, although both end far above 0."""
     rng = np.random.default_rng(4)
     for series in (rng.normal(0.01, 0.1, 20_000).cumsum(), np.linspace(0, 1, 20_000) + rng.normal(0, 0.1, 20_000)):
         line = track(series, 0.0, ALPHA, np.array([20_000]))
@@ -195,7 +195,7 @@ def test_events_that_were_never_seen_have_the_variance_of_three() -> None:
 
 
 def test_few_events_are_judged_with_the_variance_that_they_would_have_at_the_bound() -> None:
-    """Ten in 10,000 against 1 %: eleven times as many would be at the bound, with eleven times the variance."""
+    """Ten in 10,000 against 1 %: the bound has ten times as many, with about ten times the variance."""
     series = np.zeros(10_000)
     series[500::1000] = 1.0
     line = track(series, 0.011, ALPHA, np.array([10_000]), is_event=True)
@@ -206,7 +206,7 @@ def test_few_events_are_judged_with_the_variance_that_they_would_have_at_the_bou
 
 
 @given(st.floats(1e-3, 10), st.integers(MIN_PAIRS, 10**6), st.sampled_from([0.001, 0.05, 0.3]))
-def test_the_width_after_some_pairs_is_that_of_the_series_there(scale: float, num: int, alpha: float) -> None:
+def test_the_predicted_width_equals_that_of_the_longer_series(scale: float, num: int, alpha: float) -> None:
     width = float(width_after(scale, np.array([num]), alpha)[0])
     at_boundary = mixture_by_integration(width * num / scale, num)
     assert at_boundary == pytest.approx(math.log(1 / alpha), abs=1e-6)
@@ -228,7 +228,7 @@ def test_bets_are_the_mean_wealth_of_gamblers(series: list[float], bound: float,
 
 @given(arrays(np.float64, (3, 40), elements=st.sampled_from([-1.0, 0.0, 1.0])))
 def test_no_bet_gains_on_average_where_the_mean_is_at_the_bound(values: Floats) -> None:
-    """The e-process is a martingale there: over all signs of a block's mean its wealth stays the same."""
+    """The e-process is a martingale there: over all signs of a block's mean its mean wealth is constant."""
     bound = 0.25
     for stake in STAKES:
         gains = [1 + stake * (bound - mean) for mean in (bound - 0.5, bound + 0.5)]
@@ -242,7 +242,7 @@ def test_no_bet_gains_on_average_where_the_mean_is_at_the_bound(values: Floats) 
 
 
 @given(events, st.integers(1, 10), st.sampled_from([0.01, 0.05, 0.3]))
-def test_the_upper_bound_of_events_is_the_least_that_bets_rule_out(
+def test_the_upper_bound_of_events_is_the_least_rate_that_bets_reject(
     series: list[float], block: int, alpha: float
 ) -> None:
     values, end, limit = np.array(series), np.array([len(series)]), math.log(1 / alpha)
@@ -253,8 +253,8 @@ def test_the_upper_bound_of_events_is_the_least_that_bets_rule_out(
         assert bet_below(values, upper - 1e-6, block, end)[0] < limit
 
 
-def test_events_that_never_happen_are_certain_to_be_rare_after_the_blocks_that_it_takes() -> None:
-    """Betting all of a unit on each of m empty blocks gains (1 + bound)^m: 315 blocks at 1 % and alpha 0.05."""
+def test_absent_events_are_certainly_rare_after_enough_blocks() -> None:
+    """Betting a whole unit on each of m empty blocks gains (1 + bound)^m: 315 blocks at 1 % and alpha 0.05."""
     looks = np.arange(10_001)
     wealth = bet_below(np.zeros(10_000), 0.01, 10, looks)
     first = int(looks[wealth >= math.log(20)][0]) // 10
@@ -265,7 +265,7 @@ def test_events_that_never_happen_are_certain_to_be_rare_after_the_blocks_that_i
 
 
 def e_bh_by_definition(log_values: list[float], alpha: float) -> list[bool]:
-    """The largest set of which every member's e-value is at least the number of hypotheses / (alpha x its size)."""
+    """Largest set in which every member's e-value is at least the number of hypotheses / (alpha x its size)."""
     num = len(log_values)
     best: tuple[int, ...] = ()
     for size in range(1, num + 1):
@@ -296,7 +296,7 @@ def test_e_bh_of_one_hypothesis_is_its_own_test() -> None:
     assert e_bh(values, ALPHA).tolist() == [[True], [False]]
 
 
-def test_e_bh_looks_at_each_row_alone() -> None:
+def test_e_bh_treats_each_row_separately() -> None:
     rows = np.random.default_rng(1).normal(3, 2, (4, 5, 6))
     found = e_bh(rows, ALPHA)
     for place in np.ndindex(4, 5):

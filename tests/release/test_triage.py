@@ -1,4 +1,4 @@
-"""Each kind of signal has an owner and a next step, and a file of owners says who it is."""
+"""Each kind of signal has an owner and a next step; a file of owners sets the owner."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def signal(name: str) -> Signal:
     return Signal(name=name, response=Decision.HOLD, segment="all", sentence="")
 
 
-def test_every_signal_that_can_be_given_has_a_hint_and_no_other() -> None:
-    """Names stand in calls of Signal, in rules, in series and in words for series."""
+def test_exactly_the_possible_signals_have_a_hint() -> None:
+    """Names occur in calls of Signal, in rules, in series and in texts of series."""
     text = "".join(
         (GATE / f"{name}.py").read_text() for name in ("signals", "coverage", "sequential", "series", "gate")
     )
@@ -36,7 +36,7 @@ def test_every_signal_that_can_be_given_has_a_hint_and_no_other() -> None:
     assert found == set(KINDS)
 
 
-def test_causes_are_ranked_before_what_follows_from_them() -> None:
+def test_causes_precede_their_consequences() -> None:
     ranks = [RANKS[name] for name in ("output-mismatch", "errors", "decode", "ttft", "latency", "undecided")]
     assert ranks == sorted(ranks)
 
@@ -58,7 +58,7 @@ def test_a_file_of_owners_is_read_as_code_owners_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"), [("a b\nerrors\n", "line 2: 'errors' has no owner"), (None, "cannot read the owners file")]
 )
-def test_a_file_that_is_none_of_owners_is_refused_by_its_line(tmp_path: Path, text: str | None, message: str) -> None:
+def test_an_invalid_file_of_owners_is_refused_with_its_line(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "OWNERS"
     if text is not None:
         path.write_text(text)
@@ -66,7 +66,7 @@ def test_a_file_that_is_none_of_owners_is_refused_by_its_line(tmp_path: Path, te
         read_owners(path)
 
 
-def test_an_item_has_what_a_person_needs_to_begin(tmp_path: Path) -> None:
+def test_an_item_has_owner_action_and_requests(tmp_path: Path) -> None:
     candidate = with_tokens(20, ok=lambda number: number != 3)
     verdict = judged(tmp_path, with_tokens(20), candidate, owners={"errors": "the night shift"})
     [item] = verdict.triage

@@ -1,4 +1,4 @@
-"""A verdict is bytes that depend on nothing but itself, of a schema that says what each member is."""
+"""The bytes of a verdict depend only on its contents, by a schema that describes each member."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA = Path(__file__).parents[2] / "docs" / "verdict.schema.json"
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of verdicts, with the sentence under each field."""
+    """JSON Schema of verdicts, with the description of each field."""
     found = msgspec.json.schema(Verdict)
     owners = {**vars(joining), **vars(verdict)}
     for name, part in found["$defs"].items():
@@ -59,7 +59,7 @@ def test_verdicts_are_of_the_schema(tmp_path: Path, mode: str) -> None:
         jsonschema.validate({**found, "decision": "perhaps"}, schema())
 
 
-def test_decisions_have_the_exit_codes_that_scripts_ask_for() -> None:
+def test_decisions_have_the_documented_exit_codes() -> None:
     assert {each.value: each.exit_code for each in Decision} == {"promote": 0, "rollback": 1, "hold": 2}
     assert verdict.EXIT_BAD_INPUT == 3
 
@@ -69,7 +69,7 @@ values = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.
 
 
 @given(values)
-def test_numbers_keep_six_digits_and_what_is_no_number_is_null(value: Any) -> None:
+def test_numbers_have_six_digits_and_nan_is_null(value: Any) -> None:
     found = rounded(value)
     assert rounded(found) == found
     json.dumps(found, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Pairs of configs whose first difference is known by hand: a case for each kind of decision and each limit."""
+"""Pairs of configs with a hand-derived first difference: a case for each kind of decision and each limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.replay.workloads import request, workload
 
 
 class Case(NamedTuple):
-    """Two configs that differ in ``fields``, and what is to be found."""
+    """Two configs that differ in ``fields``, with the expected difference."""
 
     workload: Workload
     common: dict[str, Any]
@@ -21,7 +21,7 @@ class Case(NamedTuple):
     change: Change
     about: list[str]
     reasons: list[str]
-    """Parts of sentences."""
+    """Parts of the expected sentences."""
 
 
 THREE = workload(request("r1", 10), request("r2", 10), request("r3", 10))
@@ -35,7 +35,7 @@ CASES = {
         0,
         Change.ADMISSION,
         ["r3"],
-        ["A admits r3, and B lets r3 wait", "in B, r3 waits: 2 of 2 sequences run"],
+        ["A admits r3, and B leaves r3 wait", "in B, r3 waits: 2 of 2 sequences run"],
     ),
     "max_num_step_seqs": Case(
         THREE,
@@ -75,7 +75,7 @@ CASES = {
         0,
         Change.CHUNK,
         ["r1"],
-        ["r1 computes 20 tokens from position 0 on in A, and 8 in B", "in B, a chunk has at most 8 tokens"],
+        ["r1 computes 20 tokens from position 0 on in A and 8 in B", "in B, a chunk has at most 8 tokens"],
     ),
     "chunking": Case(
         workload(request("r1", 20), request("r2", 20)),
@@ -115,7 +115,7 @@ CASES = {
         0,
         Change.ADMISSION,
         ["r1", "r2"],
-        ["A admits r1, and B lets r1 wait", "B admits r2, and A lets r2 wait"],
+        ["A admits r1, and B leaves r1 wait", "B admits r2, and A leaves r2 wait"],
     ),
     "order, fair": Case(
         workload(request("r1", 8, tenant="x"), request("r2", 8, tenant="x"), request("r3", 8, tenant="y")),
@@ -125,7 +125,7 @@ CASES = {
         0,
         Change.ADMISSION,
         ["r2", "r3"],
-        ["B admits r3, and A lets r3 wait"],
+        ["B admits r3, and A leaves r3 wait"],
     ),
     "max_num_decode_seqs": Case(
         workload(request("r1", 8), request("r2", 8)),
@@ -135,7 +135,7 @@ CASES = {
         0,
         Change.CHUNK,
         ["r2"],
-        ["in B, 1 of 1 places to sample are taken, so that the prompt stops short of its end"],
+        ["in B, 1 of 1 places to sample are taken, so the prompt is not finished"],
     ),
     "max_num_decode_seqs, a turn": Case(
         workload(request("r1", 1), request("r2", 1)),
@@ -145,7 +145,7 @@ CASES = {
         0,
         Change.TURN,
         ["r2"],
-        ["A lets r2 take part in the step, and B lets r2 wait", "1 of 1 places to sample are taken"],
+        ["A includes r2 in the step, and B leaves r2 wait", "1 of 1 places to sample are taken"],
     ),
     "decode_order, equal requests": Case(
         THREE,
@@ -156,7 +156,7 @@ CASES = {
         Change.TURN,
         ["r2", "r3"],
         [
-            "A lets r3 take part in the step, and B lets r3 wait",
+            "A includes r3 in the step, and B leaves r3 wait",
             "in B, r3 waits",
             "r1, r2 decode first (decode_order=oldest)",
         ],
@@ -179,7 +179,7 @@ CASES = {
         5,
         Change.MOVE,
         ["r2"],
-        ["1 block is saved to the host (preemption swap; 8 host blocks are free)", "its tail is dropped"],
+        ["1 block is saved to the host (preemption swap; 8 host blocks are free)", "its last blocks are dropped"],
     ),
     "num_blocks, a victim": Case(
         workload(request("r1", 16, 16), request("r2", 16, 16)),
@@ -189,7 +189,7 @@ CASES = {
         5,
         Change.VICTIM,
         ["r2"],
-        ["B preempts r2, and A leaves r2 running", "in B, 10 of 10 blocks are held"],
+        ["B preempts r2, and A leaves r2 running", "in B, 10 of 10 blocks are in use"],
     ),
     "enable_prefix_caching": Case(
         workload(request("r1", 16, contents=SHARED), request("r2", 16, arrival=1, contents=SHARED)),
@@ -199,7 +199,7 @@ CASES = {
         1,
         Change.CACHE,
         ["r2"],
-        ["of the 16 prompt tokens of r2, 12 come from the cache in A, and 0 in B"],
+        ["of the 16 prompt tokens of r2, 12 come from the cache in A and 0 in B"],
     ),
     "num_blocks, other blocks": Case(
         workload(request("r1", 16, 1, contents=SHARED), request("r2", 16, 1, arrival=1)),
@@ -209,7 +209,7 @@ CASES = {
         1,
         Change.BLOCK,
         ["r2"],
-        ["another block at place 2 of its table: 7 in A, and 4 (giving up its cached content) in B"],
+        ["a different block at index 2 of its table: 7 in A and 4 (evicting its cached content) in B"],
     ),
     "max_num_queued_reqs": Case(
         THREE,
@@ -219,7 +219,7 @@ CASES = {
         0,
         Change.REFUSAL,
         ["r3"],
-        ["B refuses r3, and A takes it: 2 requests wait already, the maximum"],
+        ["B refuses r3, and A accepts it: 2 requests wait already, the maximum"],
     ),
     "max_model_len": Case(
         workload(request("r1", 8), request("r2", 28, 8, arrival=2)),
@@ -229,7 +229,7 @@ CASES = {
         2,
         Change.REFUSAL,
         ["r2"],
-        ["B refuses r2, and A takes it"],
+        ["B refuses r2, and A accepts it"],
     ),
     "prefill_share": Case(
         workload(request("r1", 4, arrival=1), request("r2", 30, 20, arrival=2)),
@@ -259,6 +259,6 @@ CASES = {
         1,
         Change.TURN,
         ["r3"],
-        ["A lets r3 take part in the step", "in B, r3 waits: none of 11 blocks is free for it"],
+        ["A includes r3 in the step", "in B, r3 waits: none of 11 blocks is free for it"],
     ),
 }

@@ -1,4 +1,4 @@
-"""A live cluster under everything at once: bursts, clients that leave, deadlines, sessions, small pools, grammars."""
+"""A live cluster under mixed load: bursts, disconnecting clients, deadlines, sessions, small pools, grammars."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def manifest_in(folder: Path) -> Path:
 async def mixed_load(
     server: ServerProcess, num_requests: int, seed: int, models: tuple[str, ...] = MODELS
 ) -> Counter[int]:
-    """Send requests in bursts; statuses by number, 0 for those whose client left."""
+    """Send requests in bursts; returns the statuses by number, 0 for disconnected clients."""
     draw = random.Random(seed)
     statuses: Counter[int] = Counter()
     async with plain_async_client(server.base_url) as client:
@@ -108,8 +108,8 @@ async def _ask(client: httpx2.AsyncClient, body: dict[str, Any], leaves: bool) -
     return 0
 
 
-def happenings(trace: Trace) -> Counter[str]:
-    """What a recording has of each kind, so that nobody verifies an idle afternoon."""
+def entry_counts(trace: Trace) -> Counter[str]:
+    """Counts of the kinds of entries in a recording, so that tests verify a recording with all of them."""
     seen: Counter[str] = Counter()
     for event in Playback(trace.entries()).play():
         match event:

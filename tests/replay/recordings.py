@@ -1,4 +1,4 @@
-"""Small recordings for tests: a device worker of this process, and files that are changed entry by entry."""
+"""Small recordings for tests: a device worker in this process, and files that are changed entry by entry."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def options(folder: Path | str, max_bytes: int = 1 << 28, **more: Any) -> TraceO
 
 
 def record(folder: Path, num_requests: int = 24, max_bytes: int = 1 << 28, **more: Any) -> Path:
-    """Two stubs with small pools: preemptions, swaps, evictions, hits, aborts, siblings, resets."""
+    """Run two stubs with small pools: preemptions, swaps, evictions, hits, aborts, siblings, resets."""
     with running(trace=options(folder, max_bytes, **more)) as bench:
         bench.ready("a", "stub://alpha", LoadOptions(POOL))
         bench.ready("b", "stub://beta?fail_every=40", LoadOptions(POOL), Priority.HIGH)
@@ -62,26 +62,26 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{SUFFIX}"))
 
 
-def as_killed(path: Path) -> None:
-    """Leave the folder's manifest as the kill of the file's recorder in its first moment does: the file is open."""
+def mark_as_killed(path: Path) -> None:
+    """Rewrite the folder's manifest to the state after an early kill of the recorder, in which the file is open."""
     [manifest] = manifest_files(path.parent)
     FolderManifest(path.parent).put(Listed(path.name, State.OPEN), path=manifest)
 
 
-def list_again(path: Path) -> None:
-    """List a file as it is now, as a forger would, in a manifest of its folder."""
+def relist(path: Path) -> None:
+    """List a file in a manifest of its folder as it is now, like a forger."""
     data = path.read_bytes()
     FolderManifest(path.parent).put(Listed(path.name, State.CLOSED, len(data), digest_of(data)))
 
 
 def read_whole(path: Path, decoder: EntryDecoder[EntryT]) -> list[EntryT]:
-    """What a file of any kind holds."""
+    """Entries of a file of any kind."""
     reader = ChunkReader(decoder)
     return [entry for frame in read_frames(path) for entry in reader.read(frame.data)]
 
 
 def write_whole(path: Path, entries: Sequence[EntryStruct]) -> None:
-    """Write entries as a file, as a forger would: the first in a chunk of its own, and all under their chain."""
+    """Write entries as a file, like a forger: the first in a separate chunk, and all with their chain."""
     writer = ChunkWriter()
     header, *rest = entries
     assert isinstance(header, Header)
@@ -92,7 +92,7 @@ def write_whole(path: Path, entries: Sequence[EntryStruct]) -> None:
 
 
 def entries_in(path: Path) -> list[Entry]:
-    """What a file of steps holds."""
+    """Entries of a file of steps."""
     return read_whole(path, STEPS)
 
 
@@ -104,7 +104,7 @@ def rewrite_entries(path: Path, change: Callable[[list[Entry]], None]) -> None:
 
 
 def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:
-    """Change what a file holds, and compress it again, whole and with checksums."""
+    """Change the contents of a file, and compress it again with valid checksums."""
     held = bytearray().join(frame.data for frame in read_frames(path))
     change(held)
     path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(bytes(held)))

@@ -1,4 +1,4 @@
-"""Recordings with as many files as one likes: a real engine, recorder and files, driven on one thread from a seed."""
+"""Recordings with any number of files: a real engine, recorder and files, driven by a seed on one thread."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STEP_US = 10
 
 
 def many_files(folder: Path, max_bytes: int, *, has_content: bool = False) -> TraceOptions:
-    """Options of a recording that keeps all files that are begun, and is written before every step."""
+    """Options of a recording that may have any number of files, and is flushed before every step."""
     return TraceOptions(str(folder), max_bytes, has_content, num_files=MAX_FILES, flush_interval_s=0.0)
 
 
 class Flight:
-    """A replica of a device as its step loop has it, whose users come, leave before their turn, and press stop.
+    """A replica as in a device's step loop, with clients that submit, disconnect before their turn, and abort.
 
     Args:
         file_bytes: a file that has as many is full.
@@ -46,7 +46,7 @@ class Flight:
         self.seen: Counter[str] = Counter()
 
     def serve(self, num_requests: int, num_users: int) -> None:
-        """So many requests, of at most so many users at a time; each leaves at random, some before they ran."""
+        """Serve requests from a limited number of clients; each disconnects at random, some before their first step."""
         draw, engine = self._draw, self._engine
         left = num_requests
         while left or engine.has_work:
@@ -63,7 +63,7 @@ class Flight:
             self._turn()
 
     def close(self) -> None:
-        """As an unloaded replica of a device that ends."""
+        """Close the replica as if it was unloaded."""
         self._engine.abort_all()
         self._recorder.closed(KEY)
         self._recorder.close()
@@ -96,8 +96,10 @@ class Flight:
         self._now_us += 2 * STEP_US
 
 
-def fly(folder: Path, seed: int, num_requests: int = 12, num_users: int = 6, file_bytes: int = 1500) -> Counter[str]:
-    """One flight from its beginning to its end; what happened in it."""
+def run_flight(
+    folder: Path, seed: int, num_requests: int = 12, num_users: int = 6, file_bytes: int = 1500
+) -> Counter[str]:
+    """Run one flight from beginning to end; returns the counts of its events."""
     flight = Flight(folder, seed, file_bytes)
     flight.serve(num_requests, num_users)
     flight.close()

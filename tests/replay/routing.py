@@ -1,4 +1,4 @@
-"""Lives of groups for recorders of routes: all that can happen to balancers, drawn by a seed."""
+"""Random histories of groups for recorders of routes, with all events of balancers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.replay.recordings import read_whole
 
 
 def chain(*names: int) -> tuple[bytes, ...]:
-    """Hashes of a prompt's blocks: each stands for itself and all before it."""
+    """Hashes of a prompt's blocks: each depends on all blocks before it."""
     return tuple(blake2b(bytes(names[: end + 1]), digest_size=16).digest() for end in range(len(names)))
 
 
-class Life:
-    """Groups whose balancers are told what a recorder is told.
+class History:
+    """Groups whose balancers and recorder get the same events.
 
     Args:
         policy: of every group; None: drawn.
@@ -81,14 +81,14 @@ class Life:
                 recorder.admitted(group, replica)
 
 
-def recorded(folder: Path, seed: int, num_events: int = 200, policy: RoutingPolicy | None = None) -> Life:
-    """A life in a folder, of one file."""
-    life = Life(RouteRecorder(TraceOptions(str(folder))), seed, policy)
+def recorded(folder: Path, seed: int, num_events: int = 200, policy: RoutingPolicy | None = None) -> History:
+    """Record a history in a folder, in one file."""
+    life = History(RouteRecorder(TraceOptions(str(folder))), seed, policy)
     life.live(num_events)
     life.recorder.close()
     return life
 
 
 def entries_in(path: Path) -> list[Any]:
-    """Entries of a file, its header and its end included."""
+    """Entries of a file, including its header and its end."""
     return read_whole(path, ROUTES)

@@ -11,7 +11,7 @@ from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
 def request(
     name: str, prompt: int, output: int, arrival: int = 0, most: int | None = None, **more: Any
 ) -> WorkloadRequest:
-    """``output`` tokens come; ``most`` may."""
+    """Request with ``output`` generated tokens and the limit ``most``."""
     return WorkloadRequest(name, prompt, output if most is None else most, output, arrival, **more)
 
 

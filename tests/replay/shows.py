@@ -1,4 +1,4 @@
-"""Replays for the tests of what is shown: one of a dozen ticks, one with preemptions, a long one."""
+"""Replays for tests of rendering: one of a dozen ticks, one with preemptions, a long one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE_NAMES = (
 
 
 def few(watchers: Sequence[Watcher] = (), names: Sequence[str] = ("a", "b", "c", "d")) -> tuple[Replay, Report]:
-    """Four requests by ticks; the third waits for a place."""
+    """Four requests in ticks; the third waits for a place."""
     sizes = ((40, 5, 0), (30, 4, 0), (20, 3, 1), (50, 2, 7))
     requests = tuple(
         WorkloadRequest(name, prompt, output, output, arrival)
@@ -33,7 +33,7 @@ def few(watchers: Sequence[Watcher] = (), names: Sequence[str] = ("a", "b", "c",
 
 
 def crowded(watchers: Sequence[Watcher] = (), num_requests: int = 40) -> tuple[Replay, Report]:
-    """Timed, in a pool that is too small, with a pause after half of the requests."""
+    """Timed requests in a pool that is too small, with a pause after half of them."""
     half = num_requests // 2
     requests = tuple(
         WorkloadRequest(

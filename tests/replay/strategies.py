@@ -1,4 +1,4 @@
-"""Random workloads, limits and prices, small enough for many of them."""
+"""Random workloads, limits and prices that are small enough for many runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
-    """Pools from ample to hardly any, and every policy."""
+    """Configs with large to minimal pools, and with every policy."""
     num_seqs = draw(st.integers(1, 6))
     return SchedulerConfig(
         block_size=draw(st.sampled_from([4, 8])),
@@ -38,7 +38,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
-    """Bursts and pauses of prompts that share their beginnings."""
+    """Bursts and pauses of prompts with common prefixes."""
     unit = draw(st.sampled_from(list(ArrivalUnit)))
     scale = 1 if unit is ArrivalUnit.TICKS else 13
     arrival = 0

@@ -1,4 +1,4 @@
-"""Recorded answers beside what the engine told those who asked, over files that rotate, break off and are gone."""
+"""Recorded answers against the engine's answers, over files that rotate, are cut or are missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.worker.flight.folder import TEXT_SUFFIX
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, AnswerShown, Submit
 from tests.replay.recordings import POOL, files_of
-from tests.replay.rotations import fly
+from tests.replay.rotations import run_flight
 from tests.worker.support import running
 
 SEEDS = range(12)
@@ -33,7 +33,7 @@ def request_of(number: int, **params: object) -> GenerationRequest:
 
 
 def recorded(folder: Path, num_requests: int = 24, max_bytes: int = 1 << 28) -> list[RequestOutput]:
-    """Two stubs with small pools, asked at once; what each request was answered."""
+    """Two stubs with small pools and concurrent requests; returns the answer of each request."""
     with running(trace=TraceOptions(str(folder), max_bytes, has_content=True)) as bench:
         for key, name in zip("ab", ("alpha", "beta"), strict=True):
             bench.ready(key, f"stub://{name}", LoadOptions(POOL))
@@ -73,9 +73,9 @@ def test_every_answer_read_has_the_tokens_ends_and_counts_of_its_output(tmp_path
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_over_files_that_rotate_no_answer_gets_another_ones_tokens(seed: int, tmp_path: Path) -> None:
-    """Each file by itself, and those that are left when the first are gone, hold what all of them hold."""
-    fly(tmp_path, seed)
+def test_rotated_files_yield_the_tokens_of_the_right_answers(seed: int, tmp_path: Path) -> None:
+    """Single files, and the remaining files after the first are deleted, yield the same answers as all of them."""
+    run_flight(tmp_path, seed)
     whole = _by_name(read_answers(open_trace(tmp_path)))
     paths = files_of(tmp_path)
     for path in paths[: len(paths) // 2]:
@@ -93,7 +93,7 @@ def _by_name(found: RecordedAnswers) -> dict[str, list[tuple[tuple[int, ...], Fi
     return {each.name: [(tuple(s.tokens), s.reason) for s in each.sequences] for each in answers}
 
 
-def test_chunks_that_were_shown_are_the_deliveries_and_what_was_not_shown_comes_step_by_step(tmp_path: Path) -> None:
+def test_delivered_chunks_are_replayed_and_undelivered_tokens_follow_step_by_step(tmp_path: Path) -> None:
     request = GenerationRequest((1, 2, 3), SamplingParams(max_tokens=9, ignore_eos=True), model="a")
     with running(trace=TraceOptions(str(tmp_path), has_content=True)) as bench:
         bench.ready("a", "stub://alpha", LoadOptions(POOL))
@@ -108,7 +108,7 @@ def test_chunks_that_were_shown_are_the_deliveries_and_what_was_not_shown_comes_
     assert min(each.at_us for each in answer.deliveries[2:]) >= 950
 
 
-def test_who_left_is_served_after_those_who_stayed_and_whose_end_is_not_recorded_never(tmp_path: Path) -> None:
+def test_aborted_answers_come_last_and_unended_ones_are_omitted(tmp_path: Path) -> None:
     endless = GenerationRequest((5, 5), SamplingParams(max_tokens=4000, ignore_eos=True), model="a")
     with running(trace=TraceOptions(str(tmp_path), has_content=True)) as bench:
         bench.ready("a", "stub://alpha?token_us=200")
@@ -128,7 +128,7 @@ def test_who_left_is_served_after_those_who_stayed_and_whose_end_is_not_recorded
     assert cut.notes
 
 
-def test_the_vocabulary_lies_beside_the_files_once_and_nothing_else_passes_for_it(tmp_path: Path) -> None:
+def test_the_vocabulary_is_stored_once_and_verified(tmp_path: Path) -> None:
     recorded(tmp_path, 2)
     trace = open_trace(tmp_path)
     names = {engine.text for engine in trace.engines}
@@ -147,7 +147,7 @@ def test_the_vocabulary_lies_beside_the_files_once_and_nothing_else_passes_for_i
         read_text(tmp_path, name)
 
 
-def test_without_content_there_is_nothing_to_serve_and_nothing_lies_beside(tmp_path: Path) -> None:
+def test_without_content_no_answers_and_no_vocabulary_are_recorded(tmp_path: Path) -> None:
     with running(trace=TraceOptions(str(tmp_path))) as bench:
         bench.ready("a", "stub://alpha", LoadOptions(POOL))
         bench.tell(Submit(0, "a", request_of(0)))

@@ -1,4 +1,4 @@
-"""How much a cache without bounds would hit: what the real scheduler's hits, and never less."""
+"""Upper bound of cache hits: never less than the scheduler's hits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AMPLE = SchedulerConfig(
 
 
 def workload_of(*prompts: tuple[int, tuple[int, ...]], apart: int = 1_000) -> Workload:
-    """Prompts of so many tokens and these contents, each long after the one before has ended."""
+    """Prompts with these lengths and contents, each long after the end of the previous one."""
     requests = [
         WorkloadRequest(f"r{number}", num_tokens, 3, 3, number * apart, contents=contents)
         for number, (num_tokens, contents) in enumerate(prompts)
@@ -34,14 +34,14 @@ def replay_of(workload: Workload, config: SchedulerConfig = AMPLE) -> Replay:
 
 
 def hits(replay: Replay) -> tuple[int, int | None]:
-    """Tokens that the pool hit, and those without bounds."""
+    """Hit tokens of the pool, and of a cache without bounds."""
     return replay.stats.prefix_hits_tokens, replay.num_unbounded_hit_tokens
 
 
 @given(workloads(), configs())
 @settings(max_examples=120)
-def test_no_pool_hits_more(workload: Workload, config: SchedulerConfig) -> None:
-    """Whatever is preempted, overtaken, evicted or computed at the same time."""
+def test_no_pool_exceeds_the_bound(workload: Workload, config: SchedulerConfig) -> None:
+    """The bound holds with preemption, overtaking, eviction and concurrent computation."""
     pool, unbounded = hits(replay_of(workload, config))
     if config.enable_prefix_caching:
         assert unbounded is not None
@@ -57,8 +57,8 @@ PROMPTS = st.tuples(
 
 @given(st.lists(PROMPTS, max_size=20), st.sampled_from([2, 4, 8]))
 @settings(max_examples=100)
-def test_a_pool_that_evicts_nothing_hits_the_same(prompts: list[tuple[int, list[int]]], block_size: int) -> None:
-    """One request after the other, with contents that are cut anywhere, come dense or far apart, or end too early."""
+def test_a_pool_without_evictions_reaches_the_bound(prompts: list[tuple[int, list[int]]], block_size: int) -> None:
+    """One request after the other, with contents that are cut, dense, sparse or too short."""
     cut = [(num_tokens, tuple(ids[: -(-num_tokens // CONTENT)])) for num_tokens, ids in prompts]
     replay = replay_of(workload_of(*cut), replace(AMPLE, block_size=block_size))
     assert replay.stats.num_evicted_blocks == 0
@@ -74,8 +74,8 @@ def test_a_prompt_is_hit_up_to_its_last_token() -> None:
     assert hits(replay_of(workload_of((1, (0,)), (8, (0,))), config)) == (1, 1)
 
 
-def test_what_a_preempted_request_finds_again_is_no_hit() -> None:
-    """Two grow until one has to give its blocks up, and finds them published when it returns."""
+def test_blocks_of_a_preempted_request_are_no_hits() -> None:
+    """Two sequences grow until one is preempted; it finds its published blocks when it resumes."""
     requests = [WorkloadRequest(f"r{n}", 12, 24, 24, 0, contents=(2 * n, 2 * n + 1)) for n in range(2)]
     workload = Workload("made up", tuple(requests), ArrivalUnit.TICKS, CONTENT)
     replay = replay_of(workload, replace(AMPLE, num_blocks=12, max_model_len=40, preemption="recompute"))
@@ -83,8 +83,8 @@ def test_what_a_preempted_request_finds_again_is_no_hit() -> None:
     assert hits(replay) == (0, 0)
 
 
-def test_both_rates_are_of_the_same_tokens() -> None:
-    """The second prompt comes while the first is computed, the third when all is there but evicted in part."""
+def test_both_hit_rates_use_the_same_tokens() -> None:
+    """The second prompt arrives during the first one's computation, the third when some blocks are evicted."""
     prompts = ((32, (0, 1, 2, 3)), (32, (0, 1, 2, 3)), (40, (4, 5, 6, 7, 8)), (32, (0, 1, 2, 3)))
     report = report_of(replay_of(workload_of(*prompts, apart=0), replace(AMPLE, num_blocks=20, max_model_len=80)))
     assert report.prefix_queried_tokens == 136
@@ -93,16 +93,16 @@ def test_both_rates_are_of_the_same_tokens() -> None:
     assert report.prefix_hit_rate < report.prefix_unbounded_hit_rate
 
 
-def test_where_nothing_is_shared_there_is_no_figure() -> None:
-    """Blocks that no content is made of, or a cache that is off."""
+def test_without_sharing_there_is_no_figure() -> None:
+    """Contents that are not multiples of blocks, or a disabled cache."""
     workload = workload_of((32, (0, 1, 2, 3)), (32, (0, 1, 2, 3)))
     for config in (replace(AMPLE, block_size=3), replace(AMPLE, enable_prefix_caching=False)):
         report = report_of(replay_of(workload, config))
         assert (report.prefix_unbounded_hit_tokens, report.prefix_unbounded_hit_rate) == (None, None)
 
 
-def test_memory_is_bounded_by_giving_up() -> None:
-    """Ids that are numbered as they come need none, whole or cut."""
+def test_too_many_distinct_ids_give_no_figure() -> None:
+    """Ids that are numbered in order need no memory, with whole or cut contents."""
     for stride, expected in ((1, 60), (2, None)):
         cache = UnboundedCache(CONTENT, AMPLE, max_contents=3)
         for _ in range(2):

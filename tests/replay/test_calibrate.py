@@ -1,4 +1,4 @@
-"""Cost models from steps: what was put in comes out, outliers and faults notwithstanding."""
+"""Cost models from steps: calibration recovers known prices despite outliers and faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRUTH_US = (900.0, 12.0, 70.0, 0.03, 400.0)
 def synthetic(
     num_steps: int, *, noise: float = 0.0, stalls: float = 0.0, seed: int = 7, truth: Sequence[float] = TRUTH_US
 ) -> list[LiveStep]:
-    """Steps under varying load; a quarter of the time lies in the gaps, every twentieth step follows idleness."""
+    """Steps under varying load; a quarter of the time is gaps, every twentieth step follows an idle time."""
     random = np.random.default_rng(seed)
     steps = []
     for number in range(num_steps):
@@ -49,14 +49,14 @@ def prices_us(file: CostFile) -> tuple[float, ...]:
     return tuple(getattr(file, field.name) / 1e6 for field in fields(CostModel))
 
 
-def test_exact_steps_give_their_prices_back() -> None:
+def test_exact_steps_return_their_prices() -> None:
     file = calibrate(synthetic(2000), MADE_ON)
     assert prices_us(file) == pytest.approx(TRUTH_US, rel=0.01)
     assert file.residuals.r_squared > 0.9999
     assert abs(file.held_out.total_error) < 0.001
 
 
-def test_noise_and_stalls_do_not_bend_the_prices() -> None:
+def test_noise_and_stalls_do_not_change_the_prices() -> None:
     file = calibrate(synthetic(20_000, noise=0.1, stalls=0.01), MADE_ON)
     assert prices_us(file)[:3] == pytest.approx(TRUTH_US[:3], rel=0.12)
 
@@ -69,7 +69,7 @@ def test_the_interval_has_its_stated_coverage() -> None:
 
 
 def test_the_level_is_that_of_the_mean() -> None:
-    """Skewed noise: the median step is cheaper than the mean one, and sums of steps follow the mean."""
+    """With skewed noise the median step is cheaper than the mean one, and totals follow the mean."""
     steps = synthetic(20_000, noise=0.5)
     assert abs(calibrate(steps, MADE_ON).held_out.total_error) < 0.03
 
@@ -83,8 +83,8 @@ def test_the_same_steps_give_the_same_bytes() -> None:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([], f"0 steps are too few for a cost model; record at least {MIN_STEPS}"),
-        (synthetic(MIN_STEPS - 1), "are too few"),
+        ([], f"the recording has 0 steps; a cost model needs at least {MIN_STEPS}"),
+        (synthetic(MIN_STEPS - 1), "a cost model needs at least"),
         (
             [step._replace(num_prefill_tokens=0, num_decode_seqs=1) for step in synthetic(100)],
             "no step computed prompt",
@@ -94,7 +94,7 @@ def test_the_same_steps_give_the_same_bytes() -> None:
     ],
     ids=["none", "few", "no prompts", "no decodes", "no times"],
 )
-def test_recordings_that_cannot_say_it_are_refused(steps: list[LiveStep], message: str) -> None:
+def test_insufficient_recordings_are_refused(steps: list[LiveStep], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         calibrate(steps, MADE_ON)
 
@@ -104,23 +104,23 @@ def test_features_that_cannot_be_separated_are_reported() -> None:
         step._replace(num_context_tokens=step.num_prefill_tokens + 7 * step.num_decode_seqs) for step in synthetic(300)
     ]
     file = calibrate(steps, MADE_ON)
-    assert any("context tokens follow from the other features" in note for note in file.notes)
+    assert any("context tokens depend on the other features" in note for note in file.notes)
     assert min(prices_us(file)) >= 0
     assert abs(file.held_out.total_error) < 0.05, "the sum is known, whatever the shares"
 
 
-def test_few_residuals_widen_the_statement() -> None:
+def test_few_residuals_lower_the_level_of_the_interval() -> None:
     file = calibrate(synthetic(MIN_STEPS, noise=0.1), MADE_ON)
     assert file.interval.steps == 10
     assert file.interval.level == pytest.approx(9 / 11, abs=1e-6)
-    assert any("no more than 82%" in note for note in file.notes)
+    assert any("too few for an interval above 82%" in note for note in file.notes)
 
 
-def test_gaps_after_idleness_are_no_price() -> None:
+def test_gaps_after_idle_time_have_no_price() -> None:
     steps = [step._replace(is_after_idle=True, gap_us=10**6) for step in synthetic(300)]
     file = calibrate(steps, MADE_ON)
     assert prices_us(file)[0] == pytest.approx(TRUTH_US[0] * 3 / 4, rel=0.02)
-    assert any("what lies between steps is not priced" in note for note in file.notes)
+    assert any("the gaps between steps have no price" in note for note in file.notes)
 
 
 def test_a_file_is_read_as_the_model_that_replays_use(tmp_path: Path) -> None:
@@ -135,18 +135,18 @@ def test_a_file_is_read_as_the_model_that_replays_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no cost model"),
-        (b"\xff\x00", "is no cost model"),
-        (b"[]", "is no cost model"),
-        (b"[" * 100_000, "is no cost model"),
+        (b"", "is not a cost model"),
+        (b"\xff\x00", "is not a cost model"),
+        (b"[]", "is not a cost model"),
+        (b"[" * 100_000, "is not a cost model"),
         (b'{"requests": []}', "missing required field `constant_ps`"),
         (PRICES % b'1, "kind": "report"', "its kind is 'report', not 'lockstep-cost'"),
-        (PRICES % b'1, "version": 2', "has version 2; this Lockstep reads up to 1"),
-        (PRICES % b"NaN", "is no cost model"),
-        (PRICES % b"1.5", "is no cost model"),
-        (PRICES % b"-1", "context_token_ps is -1; no step takes negative time"),
+        (PRICES % b'1, "version": 2', "has version 2; this Lockstep reads versions up to 1"),
+        (PRICES % b"NaN", "is not a cost model"),
+        (PRICES % b"1.5", "is not a cost model"),
+        (PRICES % b"-1", "context_token_ps is -1; it must be at least 0"),
         (PRICES % str(10**18 + 1).encode(), "the maximum is 1000000000000000000"),
-        (b" " * (1 << 21), "over 1 MiB"),
+        (b" " * (1 << 21), "larger than 1 MiB"),
     ],
 )
 def test_broken_files_are_refused_in_one_sentence(content: bytes, message: str, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_broken_files_are_refused_in_one_sentence(content: bytes, message: str, 
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(LockstepError, match="the cost model cannot be read: No such file"):
+    with pytest.raises(LockstepError, match="cannot read the cost model: No such file"):
         read_priced(tmp_path / "absent.json")
 
 

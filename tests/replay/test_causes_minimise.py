@@ -1,4 +1,4 @@
-"""Minimising is held against brute force: every subset of a few items is tried."""
+"""Minimisation compared with brute force over every subset of a few items."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def all_subsets(items: tuple[str, ...]) -> list[frozenset[str]]:
 
 
 @given(st.sets(subsets, min_size=1))
-def test_what_grows_with_its_items_is_cut_to_one_of_the_smallest_sets_that_show_it(causes: set[frozenset[str]]) -> None:
+def test_monotonic_behaviour_is_minimised_to_a_smallest_set(causes: set[frozenset[str]]) -> None:
     found = minimise(ITEMS, lambda items: any(cause <= set(items) for cause in causes))
 
     shown = [each for each in all_subsets(ITEMS) if any(cause <= each for cause in causes)]
@@ -28,8 +28,8 @@ def test_what_grows_with_its_items_is_cut_to_one_of_the_smallest_sets_that_show_
 
 
 @given(st.sets(subsets))
-def test_whatever_shows_it_nothing_can_be_left_out_alone_of_what_is_found(showing: set[frozenset[str]]) -> None:
-    """Not even when more items hide it again."""
+def test_no_single_item_of_a_minimum_can_be_left_out(showing: set[frozenset[str]]) -> None:
+    """This also holds if more items hide the behaviour."""
     shown = {*showing, frozenset(ITEMS)}
 
     found = minimise(ITEMS, lambda items: frozenset(items) in shown)
@@ -40,7 +40,7 @@ def test_whatever_shows_it_nothing_can_be_left_out_alone_of_what_is_found(showin
 
 
 @given(subsets, st.integers(0, 20))
-def test_no_more_probes_than_allowed(cause: frozenset[str], max_probes: int) -> None:
+def test_the_number_of_probes_is_limited(cause: frozenset[str], max_probes: int) -> None:
     asked = []
 
     def shows(items: tuple[str, ...]) -> bool:
@@ -54,7 +54,7 @@ def test_no_more_probes_than_allowed(cause: frozenset[str], max_probes: int) -> 
     assert found.is_minimal or len(asked) == max_probes
 
 
-def test_it_asks_far_less_often_than_items_are_there() -> None:
+def test_minimising_needs_far_fewer_probes_than_items() -> None:
     found = minimise(range(4096), lambda items: {7, 2048, 4000} <= set(items))
 
     assert found.items == (7, 2048, 4000)

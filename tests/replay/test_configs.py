@@ -1,4 +1,4 @@
-"""Where the limits of a replay come from, and what is said when they are wrong."""
+"""Sources of a replay's limits, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.replay.sample import request, workload
 PLAIN = Workload("trace", (), ArrivalUnit.PS)
 
 
-def test_a_trace_that_names_no_limits_has_a_pool_of_a_million_tokens() -> None:
+def test_the_default_pool_has_a_million_tokens() -> None:
     config = config_for(PLAIN)
     assert (config.block_size, config.num_blocks, config.max_model_len) == (16, 65_536, 1_048_576)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_chunk_tokens) == (256, 8192, 8192)
@@ -27,7 +27,7 @@ def test_blocks_have_the_size_of_contents_unless_overridden() -> None:
     assert (config.block_size, config.num_blocks) == (32, 32_768)
 
 
-def test_overrides_win_over_the_file_and_the_file_over_defaults() -> None:
+def test_overrides_precede_the_file_and_the_file_precedes_defaults() -> None:
     load = replace(PLAIN, config={"block_size": 8, "num_blocks": 10, "max_num_seqs": 3, "chunking": False})
     config = config_for(load, {"max_num_seqs": "5"})
     assert (config.block_size, config.num_blocks, config.max_num_seqs, config.chunking) == (8, 10, 5, False)
@@ -40,14 +40,14 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults() -> None:
 @pytest.mark.parametrize(
     ("in_file", "overrides", "order", "note"),
     [
-        ({}, {}, "priority", "requests have priorities and nothing sets an order, so they are admitted by priority"),
+        ({}, {}, "priority", "requests have priorities and no order is set, so they are admitted by priority"),
         ({"order": "priority"}, {}, "priority", ""),
-        ({"order": "fcfs"}, {}, "fcfs", "order is fcfs, so the queue does not look at the priorities"),
-        ({"order": "priority"}, {"order": "fair"}, "fair", "order is fair, so the queue does not look at"),
+        ({"order": "fcfs"}, {}, "fcfs", "order is fcfs, so the queue ignores the priorities"),
+        ({"order": "priority"}, {"order": "fair"}, "fair", "order is fair, so the queue ignores"),
         ({"order": "fcfs"}, {"order": "priority"}, "priority", ""),
     ],
 )
-def test_requests_with_classes_are_ordered_by_them_unless_an_order_is_set(
+def test_requests_with_priorities_are_ordered_by_them_unless_an_order_is_set(
     in_file: dict[str, object], overrides: dict[str, str], order: str, note: str
 ) -> None:
     load = replace(workload(request("a", 4, 1), request("b", 4, 1, priority=-1)), config=in_file)
@@ -57,13 +57,13 @@ def test_requests_with_classes_are_ordered_by_them_unless_an_order_is_set(
     assert bool(said) == bool(note)
 
 
-def test_without_classes_the_order_is_that_of_a_server() -> None:
+def test_without_priorities_the_order_is_that_of_a_server() -> None:
     load = workload(request("a", 4, 1))
     assert (config_for(load).order, order_note(load)) == ("fcfs", "")
     assert order_note(load, {"order": "fcfs"}) == ""
 
 
-def test_values_are_read_as_the_type_of_their_field() -> None:
+def test_values_are_parsed_by_the_type_of_their_field() -> None:
     config = config_for(
         PLAIN,
         parse_overrides(
@@ -78,9 +78,9 @@ def test_values_are_read_as_the_type_of_their_field() -> None:
     ("pair", "complaint"),
     [
         ("max_num_seq=3", r"'max_num_seq'; did you mean max_num_seqs"),
-        ("zebra=3", r"'zebra'; there are max_num_seqs"),
-        ("max_num_seqs", "'max_num_seqs' sets nothing; write field=value"),
-        ("max_num_seqs=", "sets nothing"),
+        ("zebra=3", r"'zebra'; fields: max_num_seqs"),
+        ("max_num_seqs", "'max_num_seqs' has no value; write field=value"),
+        ("max_num_seqs=", "has no value"),
         ("max_num_seqs=many", "max_num_seqs is 'many'; it must be a whole number"),
         ("max_num_seqs=2.5", "it must be a whole number"),
         ("max_num_seqs=none", "it must be a whole number"),
@@ -93,7 +93,7 @@ def test_a_wrong_override_is_rejected_with_a_hint(pair: str, complaint: str) -> 
         config_for(PLAIN, parse_overrides([pair]))
 
 
-def test_a_limit_is_set_once() -> None:
+def test_a_field_set_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="max_skips is set twice, to 1 and to 2"):
         parse_overrides(["max_skips=1", "max_skips=2"])
 
@@ -101,18 +101,18 @@ def test_a_limit_is_set_once() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("max_seqs", 3, "trace: its config has a field that no scheduler has: 'max_seqs'"),
+        ("max_seqs", 3, "trace: its config has an unknown scheduler field: 'max_seqs'"),
         ("max_num_seqs", "3", "trace: config: max_num_seqs is '3'; it must be a whole number"),
         ("max_num_seqs", True, "max_num_seqs is True; it must be a whole number"),
         ("max_num_prefill_tokens", 2.5, "it must be a whole number, at least 1"),
     ],
 )
-def test_a_wrong_field_of_a_file_is_named(field: str, value: object, complaint: str) -> None:
+def test_an_invalid_field_of_a_file_is_named(field: str, value: object, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         config_for(replace(PLAIN, config={field: value}))
 
 
-def test_limits_that_cannot_work_together_are_refused_as_everywhere() -> None:
+def test_limits_that_are_invalid_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_blocks is 0; it must be"):
         config_for(PLAIN, {"num_blocks": "0"})
     with pytest.raises(ConfigError, match="block_size is -4"):

@@ -1,4 +1,4 @@
-"""Times of steps that are larger than any that was measured say so."""
+"""Warnings about times of steps beyond the measured range."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tests.replay.workloads import config, request, workload
 
 
 def note_of(ranges: Ranges) -> str:
-    """Of two requests: a step with both prompts, and 9 in which both decode, up to 29 tokens of context each."""
+    """Warning of two requests: a step with both prompts, and 9 decode steps with up to 29 tokens of context each."""
     extrapolation = Extrapolation(ranges)
     load = workload(request("a", 20, 10), request("b", 20, 10), unit=ArrivalUnit.PS)
     Simulation(load, config(), CostModel(), watchers=[extrapolation]).run()
     return extrapolation.note()
 
 
-def test_what_was_measured_needs_no_note() -> None:
+def test_steps_within_the_measured_range_need_no_warning() -> None:
     assert note_of({"prefill tokens": (0, 40), "decoding sequences": (0, 2), "context tokens": (1, 58)}) == ""
     assert note_of({}) == ""
 

@@ -1,4 +1,4 @@
-"""The same input gives the same bytes, in any process, and nothing on the way asks what time it is."""
+"""The same input gives the same bytes in any process, and no clock is read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCRIPT = "import sys; from tests.replay.test_determinism import pressed; sys.std
 
 
 def crowded() -> Workload:
-    """Swaps, hits, classes and tenants."""
+    """Workload with swaps, hits, priorities and tenants."""
     rng = random.Random(5)
     requests = [
         request(
@@ -57,7 +57,7 @@ def crowded() -> Workload:
 
 
 def pressed() -> bytes:
-    """The report of it, all ticks included, as bytes."""
+    """Report of it as bytes, including all ticks."""
     load = crowded()
     limits = {"num_blocks": "40", "num_host_blocks": "9", "max_num_seqs": "12", "order": "fair"}
     recorder = TickRecorder()
@@ -68,7 +68,7 @@ def pressed() -> bytes:
 
 
 def test_ten_runs_under_five_hash_seeds_give_the_same_bytes() -> None:
-    """Where this process has compiled modules, the others have not, and the bytes are the same."""
+    """The other processes have no compiled modules even if this one has, and the bytes are equal."""
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root / "src"), str(root)])
     expected = pressed()
@@ -80,8 +80,8 @@ def test_ten_runs_under_five_hash_seeds_give_the_same_bytes() -> None:
         assert run.stdout == expected * 2
 
 
-def test_another_input_gives_other_bytes() -> None:
-    """The twin of the test above: it could fail."""
+def test_different_inputs_give_different_bytes() -> None:
+    """Negative counterpart of the test above."""
     load = crowded()
     prints = [
         Simulation(load, config_for(load, {"num_blocks": "40", "max_num_seqs": number})).run().fingerprint
@@ -91,7 +91,7 @@ def test_another_input_gives_other_bytes() -> None:
 
 
 def test_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this thread: servers that other tests keep in this process live on."""
+    """Only this thread is checked, because other tests keep servers running in this process."""
     expected = pressed()
     replaying = threading.get_ident()
 
@@ -115,7 +115,7 @@ def test_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data == expected
 
 
-def test_a_report_comes_back_from_its_bytes() -> None:
+def test_a_report_can_be_decoded_from_its_bytes() -> None:
     data = pressed()
     report = msgspec.json.decode(data, type=Report)
     assert to_json(report) == data
@@ -130,10 +130,10 @@ def test_a_report_comes_back_from_its_bytes() -> None:
     assert max(tick.used_blocks for tick in report.ticks) == report.peak_blocks
 
 
-def test_records_are_bounded_and_say_what_is_missing() -> None:
+def test_records_are_bounded_and_state_the_number_of_omitted_ticks() -> None:
     load = crowded()
     recorder = TickRecorder(most=3)
     report = report_of(Simulation(load, config_for(load), watchers=(recorder,)).run(), recorder=recorder)
     assert report.ticks is not None
     assert len(report.ticks) == 3
-    assert report.notes[-1] == f"ticks has the first 3; {report.total_ticks - 3} are left out"
+    assert report.notes[-1] == f"ticks has the first 3; {report.total_ticks - 3} are omitted"

@@ -1,4 +1,4 @@
-"""Where two configs part: each kind of decision and each limit, on cases whose first difference is known by hand."""
+"""First difference of two configs: each kind of decision and each limit, on cases with a hand-derived difference."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_reproducer_shows_the_same_kind_and_needs_each_of_its_requests(case:
         assert less.divergence is None or less.divergence.change is not found.divergence.change or len(requests) == 1
 
 
-def test_of_several_fields_the_one_that_decides_is_found() -> None:
+def test_the_deciding_field_of_several_is_found() -> None:
     a = config(max_num_seqs=8, max_num_batched_tokens=512, order="fcfs")
     b = config(max_num_seqs=2, max_num_batched_tokens=256, order="fair")
 
@@ -68,7 +68,7 @@ def test_of_several_fields_the_one_that_decides_is_found() -> None:
 
 
 def test_two_fields_that_decide_only_together_are_found_together() -> None:
-    """A request that either limit alone would already keep out comes in only when both are lifted."""
+    """Either limit alone keeps a request out, so it is admitted only if both are raised."""
     a = config(max_num_seqs=2, max_num_batched_tokens=23)
     b = config(max_num_seqs=8, max_num_batched_tokens=512, order="fair")
 
@@ -86,8 +86,8 @@ def test_configs_that_decide_the_same_have_no_difference() -> None:
     assert found.num_equal_steps == 4
 
 
-def test_only_requests_that_matter_remain_of_many() -> None:
-    """Twenty that are long gone, then three at once where only two may run."""
+def test_the_reproducer_has_only_needed_requests() -> None:
+    """Twenty requests that ended early, then three at once with places for two."""
     early = [request(f"e{n}", 8, 2, arrival=10 * n) for n in range(20)]
     late = [request(f"l{n}", 8, 6, arrival=500) for n in range(3)]
 
@@ -98,8 +98,8 @@ def test_only_requests_that_matter_remain_of_many() -> None:
     assert [each.arrival for each in found.reproducer.workload.requests] == [0, 0, 0]
 
 
-def test_requests_that_ended_remain_where_what_they_left_matters() -> None:
-    """The cache remembers one that came long before the one that hits it."""
+def test_the_reproducer_has_ended_requests_whose_cached_blocks_matter() -> None:
+    """The cache still holds blocks of a request that ended long before the one that hits them."""
     others = [request(f"o{n}", 8, 2, arrival=10 * n) for n in range(20)]
     first = request("first", 16, arrival=300, contents=SHARED)
     last = request("last", 16, arrival=400, contents=SHARED)
@@ -110,7 +110,7 @@ def test_requests_that_ended_remain_where_what_they_left_matters() -> None:
     assert [each.name for each in found.reproducer.workload.requests] == ["first", "last"]
 
 
-def test_two_workloads_part_where_their_requests_differ() -> None:
+def test_two_workloads_diverge_at_their_first_differing_request() -> None:
     other = workload(request("r1", 10), request("r2", 10), request("r3", 14))
 
     found = diff_workloads(THREE, config(), other, config())
@@ -120,7 +120,7 @@ def test_two_workloads_part_where_their_requests_differ() -> None:
     assert diff_workloads(THREE, config(), THREE, config()).divergence is None
 
 
-def test_a_workload_that_ends_before_the_other_parts_from_it_there() -> None:
+def test_a_shorter_workload_diverges_at_its_end() -> None:
     shorter = workload(*list(THREE.requests)[:1])
     longer = workload(request("r1", 10), request("r2", 10, arrival=50))
 
@@ -154,7 +154,7 @@ limits = st.fixed_dictionaries(
 def test_every_difference_is_described_and_shown_by_its_reproducer(
     rows: list[tuple[int, int, int, str]], limits_a: dict[str, Any], limits_b: dict[str, Any], unit: ArrivalUnit
 ) -> None:
-    """Random workloads and configs: the words hold for every situation, and the reproducer shows the same kind."""
+    """Random workloads and configs: every situation has a description, and the reproducer shows the same kind."""
     arrival, made = 0, []
     for number, (prompt, output, gap, tenant) in enumerate(rows):
         arrival += gap * (1 if unit is ArrivalUnit.TICKS else 7_000_000_000)

@@ -1,4 +1,4 @@
-"""Two recordings of live servers: equal with themselves, and parted where one had other limits."""
+"""Diff of two recordings of live servers, with equal limits and with different ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_recording_is_identical_with_itself(
     assert "engine 0 (alpha): identical" in capsys.readouterr().out
 
 
-def test_recordings_part_where_limits_cut_a_chunk(
+def test_recordings_diverge_at_a_shortened_chunk(
     recordings: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = map(str, recordings)
@@ -40,7 +40,7 @@ def test_recordings_part_where_limits_cut_a_chunk(
     assert invoke(["diff", a, b]) == 1
     out = capsys.readouterr().out
     assert "the configs differ in max_num_batched_tokens" in out
-    assert "then another chunk:" in out
+    assert "first difference (chunk):" in out
     assert "in A, the budget of 96 tokens is used up" in out
 
     assert invoke(["diff", a, b, "--json"]) == 1
@@ -48,6 +48,6 @@ def test_recordings_part_where_limits_cut_a_chunk(
     assert engine["change"] == "chunk"
 
 
-def test_recordings_are_compared_as_they_are(recordings: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_of_recordings_rejects_set(recordings: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["diff", *map(str, recordings), "--set", "max_num_seqs=3"]) == 2
     assert "--set does not apply to two recordings, which are compared as they are" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which difference of two plans is told: the first in the order of deciding."""
+"""The first difference of two plans is the first in the order of deciding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ EVENTS = StepEvents(7, (Finish(1, FinishReason.LENGTH),), (1, 1, 1))
         ({"evicted": (5,)}, Difference(Change.BLOCK, (), ())),
     ],
 )
-def test_plans_differ_first_in_what_is_decided_first(other: dict[str, object], found: Difference | None) -> None:
+def test_the_first_difference_is_the_first_in_the_order_of_deciding(
+    other: dict[str, object], found: Difference | None
+) -> None:
     plan = replace(PLAN, **other)  # type: ignore[arg-type]  # fields by name, of as many types
 
     assert difference(StepDecision(PLAN, EVENTS), StepDecision(plan, EVENTS)) == found
@@ -57,13 +59,13 @@ def test_plans_differ_first_in_what_is_decided_first(other: dict[str, object], f
         ((*EVENTS.finished, Finish(2, FinishReason.LENGTH)), Difference(Change.END, (), (2,))),
     ],
 )
-def test_the_same_plan_may_end_others(finished: tuple[Finish, ...], found: Difference) -> None:
+def test_equal_plans_may_end_different_sequences(finished: tuple[Finish, ...], found: Difference) -> None:
     events = StepEvents(7, finished, EVENTS.num_tokens)
 
     assert difference(StepDecision(PLAN, EVENTS), StepDecision(PLAN, events)) == found
 
 
-def test_refusals_and_idle_steps_come_before_all() -> None:
+def test_refusals_and_idle_steps_precede_other_differences() -> None:
     idle = StepDecision(None, None)
 
     assert difference(idle, idle) is None

@@ -1,4 +1,4 @@
-"""The example workloads give the figures that the system which Lockstep replaces published for its own."""
+"""The example workloads give the published figures of the system that Lockstep replaces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = (
     "active",
     "used_blocks",
 )
-"""What the documentation shows of each tick."""
+"""Columns of the ticks in the documentation."""
 
 
 def replayed(name: str) -> Report:
@@ -63,8 +63,8 @@ def test_workload_pressure() -> None:
     ("name", "fingerprint"),
     [("workload.json", "e291d8b8c8e31525"), ("workload_pressure.json", "943f56fa046dd47b")],
 )
-def test_their_fingerprints_are_published(name: str, fingerprint: str) -> None:
-    """Not b454ea97ea75ee90, which that system published: it is a hash of bytes that were not."""
+def test_fingerprints_of_the_examples_are_the_published_ones(name: str, fingerprint: str) -> None:
+    """They differ from the published b454ea97ea75ee90, which is a hash of bytes that were not published."""
     assert replayed(name).fingerprint == fingerprint
     assert f"| `examples/{name}` | `{fingerprint}` |" in documentation()
 
@@ -88,7 +88,7 @@ def test_priorities_are_mixed() -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.file)
 def test_the_files_are_as_the_search_writes_them(target: Target) -> None:
-    """Their text is canonical, and what the search looks at is what it looked for."""
+    """The text of the files is canonical, and their figures are the targets of the search."""
     text = (EXAMPLES / target.file).read_text()
     drawn = json.loads(text)
     assert as_text(drawn) == text
@@ -97,5 +97,5 @@ def test_the_files_are_as_the_search_writes_them(target: Target) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.file)
-def test_the_search_finds_them_again(target: Target) -> None:
+def test_the_search_finds_the_example_files(target: Target) -> None:
     assert as_text(search(target, seed=0)[1]) == (EXAMPLES / target.file).read_text()

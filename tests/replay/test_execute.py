@@ -1,4 +1,4 @@
-"""Recordings with content computed again in this process, without a server around them."""
+"""Recordings with content are executed in this process, without a server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def answer(bench: Bench, request_id: int) -> RequestOutput:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three conversations of four turns, in sessions and without; then one whose client leaves."""
+    """Three conversations of four turns, with and without sessions; then one with a disconnecting client."""
     folder = tmp_path_factory.mktemp("answers")
     with running(trace=TraceOptions(str(folder), has_content=True)) as bench:
         bench.ready("a", SOURCE, POOL)
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_answers_that_were_found_again_are_found_again(folder: Path) -> None:
+def test_cached_answers_are_cached_again(folder: Path) -> None:
     trace = open_trace(folder)
     named: list[Named] = []
     hits: list[tuple[int, int]] = []
@@ -72,8 +72,8 @@ def test_answers_that_were_found_again_are_found_again(folder: Path) -> None:
     assert execution.diverged is None, list(describe(execution))
 
 
-def test_a_name_that_is_not_reproduced_is_reported(folder: Path, tmp_path: Path) -> None:
-    """Blocks of an answer are missing in the recording, and nothing else: it is another engine's."""
+def test_a_differing_number_of_answer_blocks_is_reported(folder: Path, tmp_path: Path) -> None:
+    """The recording lacks blocks of an answer; everything else is equal."""
     [path] = files_of(folder)
     copied = tmp_path / path.name
     copied.write_bytes(path.read_bytes())
@@ -87,4 +87,4 @@ def test_a_name_that_is_not_reproduced_is_reported(folder: Path, tmp_path: Path)
     rewrite_entries(copied, shorten)
     [execution] = execute(open_trace(copied), SOURCE)
     assert execution.diverged is not None
-    assert "1 blocks of sequence 2's answer were named; here" in execution.diverged.what
+    assert "sequence 2's answer has 1 recorded blocks" in execution.diverged.what

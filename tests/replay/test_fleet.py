@@ -1,4 +1,4 @@
-"""A fleet decides as its schedulers do alone, hears of them in time, and gives the same figures each time."""
+"""A fleet decides like its schedulers alone, reports results in time, and is deterministic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COST = CostModel(5 * PS_PER_MS, PS_PER_MS // 10, PS_PER_MS // 2, 1000)
 
 
 def workload(seed: int, num_requests: int, num_contents: int, gap_ms: int) -> Workload:
-    """Prompts of a few beginnings, some of which are refused as too long."""
+    """Prompts with a few common prefixes, some of which are refused as too long."""
     draw = random.Random(seed)
     now_ps, requests = 0, list[WorkloadRequest]()
     for number in range(num_requests):
@@ -49,7 +49,7 @@ works = st.builds(
 
 @settings(max_examples=60)
 @given(work=works, policy=st.sampled_from(RoutingPolicy))
-def test_a_fleet_of_one_decides_as_a_replay(work: Workload, policy: RoutingPolicy) -> None:
+def test_a_fleet_of_one_decides_like_a_replay(work: Workload, policy: RoutingPolicy) -> None:
     alone = Simulation(work, CONFIG, COST).run()
     fleet = Fleet(work, CONFIG, Balancer(1, policy), COST)
     report = fleet.run()
@@ -63,10 +63,10 @@ def test_a_fleet_of_one_decides_as_a_replay(work: Workload, policy: RoutingPolic
 
 @settings(max_examples=60)
 @given(work=works, policy=st.sampled_from(RoutingPolicy), num_replicas=st.integers(2, 7))
-def test_each_replica_decides_as_if_it_had_been_given_its_requests_alone(
+def test_each_replica_decides_like_a_replay_of_its_requests(
     work: Workload, policy: RoutingPolicy, num_replicas: int
 ) -> None:
-    """So the fleet's clock lets nobody arrive late, or before a step that had begun."""
+    """The fleet's clock therefore delays no arrival, and puts none before a step that had begun."""
     fleet = Fleet(work, CONFIG, Balancer(num_replicas, policy), COST)
     report = fleet.run()
     for number, each in enumerate(fleet.replicas):
@@ -96,7 +96,7 @@ def test_after_a_run_the_balancer_has_the_contents_of_every_replica(
         assert dict.fromkeys(sorted(contents)) == dict.fromkeys(sorted(known[number]))
 
 
-def test_the_same_fleet_gives_the_same_bytes_and_another_policy_other_routes() -> None:
+def test_equal_fleets_give_equal_bytes_and_another_policy_different_routes() -> None:
     work = workload(7, 60, 4, 20)
     both = RoutingPolicy.PREFIX, RoutingPolicy.ROUND_ROBIN
     first = to_json(run_fleets(work, CONFIG, 3, both, COST))
@@ -107,9 +107,9 @@ def test_the_same_fleet_gives_the_same_bytes_and_another_policy_other_routes() -
     assert sum(prefix["routed_by"].values()) == prefix["requests"] == 60
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_invalid_fleets_are_refused() -> None:
     work = workload(7, 3, 1, 20)
-    with pytest.raises(UsageError, match="there are prefix, session, least_loaded and round_robin"):
+    with pytest.raises(UsageError, match="the policies are prefix, session, least_loaded and round_robin"):
         policies_of("prefix,zzz")
     with pytest.raises(UsageError, match="--routing has 'round-robin'; did you mean 'round_robin'\\?"):
         policies_of("prefix,round-robin")

@@ -1,4 +1,4 @@
-"""Every verb that reads a folder's recording refuses it once any file of it is not as its manifest lists it."""
+"""Every verb that reads a recording's folder refuses it if any file differs from its manifest."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from lockstep.worker.flight.content import write_text
 from lockstep.worker.flight.entries import SUFFIX
 from lockstep.worker.flight.folder import TEXT_SUFFIX, FolderManifest, State, manifest_files, read_manifest
 from lockstep.worker.messages import TokenizerPayload
-from tests.replay.recordings import as_killed
-from tests.replay.rotations import fly, many_files
-from tests.replay.routing import Life
+from tests.replay.recordings import mark_as_killed
+from tests.replay.rotations import many_files, run_flight
+from tests.replay.routing import History
 
 SUFFIXES = (SUFFIX, PLAN_SUFFIX, ROUTE_SUFFIX, TEXT_SUFFIX)
 
 
 def record_all(folder: Path, seed: int) -> None:
-    """Two files or more of each kind."""
-    fly(folder, seed, num_requests=20, file_bytes=1000)
+    """Record two files or more of each kind."""
+    run_flight(folder, seed, num_requests=20, file_bytes=1000)
     write_text(FolderManifest(folder), TokenizerPayload("{}", f"template {seed}", None, None, ()))
     # Large enough that no file fills up between two looks: the fourth would take the place of the first.
     plans = PlanRecorder(many_files(folder, 16 << 16))
@@ -40,7 +40,7 @@ def record_all(folder: Path, seed: int) -> None:
     while len(files_in(folder, PLAN_SUFFIX)) < 3:
         plans.planned(observed, 1.0, policy, plan(observed, 1.0, policy))
     plans.close()
-    routes = Life(RouteRecorder(many_files(folder, 4 << 22)), seed)
+    routes = History(RouteRecorder(many_files(folder, 4 << 22)), seed)
     while len(files_in(folder, ROUTE_SUFFIX)) < 3:
         routes.live(40)
     routes.recorder.close()
@@ -78,7 +78,7 @@ def exchange(path: Path) -> None:
 
 
 def add(path: Path) -> None:
-    """The same again, as the file behind the newest would be called."""
+    """Add a copy of the newest file with the name of the next one."""
     last = sorted(path.parent.glob(f"*{path.suffix}"))[-1]
     stem = f"{last.stem[:-6]}{int(last.stem[-6:]) + 1:06}" if path.suffix != TEXT_SUFFIX else "0" * 16
     path.with_stem(stem).write_bytes(path.read_bytes())
@@ -106,10 +106,10 @@ REFUSED = [
     for suffix in SUFFIXES
     if verb == "verify" or damage == "changed" or suffix == TEXT_SUFFIX
 ]
-"""Everything for one verb; for the others each damage and each kind of file once."""
+"""All combinations for one verb; for the others each kind of damage and each kind of file once."""
 
 
-def test_a_recording_as_it_was_made_passes(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unchanged_recording_passes(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert folder_findings(whole) == ()
     for verb in ("verify", "execute", "diff"):
         command, _ = VERBS[verb]
@@ -143,15 +143,15 @@ def test_a_manifest_that_is_missing_or_changed_is_refused(
 
 
 def refuse(folder: Path) -> None:
-    """Read all of a folder as ``--verify`` does; LockstepError: something is not in order."""
+    """Read a whole folder like ``--verify``; LockstepError if anything is invalid."""
     found = verify_recording(folder)
     if not all(each.is_in_order(allows_gaps=False) for each in found):
         raise TraceError(str(found))
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_no_byte_of_any_file_can_be_another(folder: Path, is_killed: bool) -> None:
-    """In the files of a recorder that was killed, too: bits of any bytes of the last ones, that are still open."""
+def test_a_change_of_any_byte_is_detected(folder: Path, is_killed: bool) -> None:
+    """This includes the open files of a killed recorder: single bits of any of their bytes."""
     if is_killed:
         manifest = FolderManifest(folder)
         [path] = manifest_files(folder)
@@ -174,16 +174,16 @@ def test_no_byte_of_any_file_can_be_another(folder: Path, is_killed: bool) -> No
             path.write_bytes(data)
 
 
-def test_a_file_that_breaks_off_behind_what_is_listed_is_open_and_no_fault(folder: Path) -> None:
+def test_an_open_file_with_more_bytes_than_listed_is_not_a_fault(folder: Path) -> None:
     path = max(folder.glob(f"*{SUFFIX}"))
-    as_killed(path)
+    mark_as_killed(path)
     cut(path)
     found = verify(open_trace(folder))
     assert [each.kind for each in found.findings] == [Kind.OPEN]
     assert found.is_in_order(allows_gaps=False)
 
 
-def test_folders_of_two_machines_are_one_when_they_are_brought_together(folder: Path, tmp_path: Path) -> None:
+def test_folders_of_two_machines_can_be_merged(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     record_all(other, 4)
     lost = max(other.glob(f"*{PLAN_SUFFIX}"))
@@ -196,14 +196,14 @@ def test_folders_of_two_machines_are_one_when_they_are_brought_together(folder: 
     assert [(each.kind, each.file) for each in folder_findings(folder)] == [(Kind.MISSING, lost.name)]
 
 
-def test_a_file_by_itself_is_compared_with_the_manifest_beside_it(folder: Path) -> None:
+def test_a_single_file_is_compared_with_the_manifest_of_its_folder(folder: Path) -> None:
     path = max(folder.glob(f"*{PLAN_SUFFIX}"))
     assert folder_findings(path) == ()
     path.write_bytes(path.read_bytes() + b"\0")
     assert [(each.kind, each.file) for each in folder_findings(path)] == [(Kind.CHANGED, path.name)]
 
 
-def test_files_of_others_in_a_folder_are_left_alone(folder: Path) -> None:
+def test_foreign_files_in_a_folder_are_ignored(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "cost.json").write_text("{}")
     assert folder_findings(folder) == ()

@@ -1,4 +1,4 @@
-"""Times and their distributions, against a recount that looks at each token."""
+"""Times and their distributions, compared with a recount of every token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def crowd(seed: int) -> Workload:
 
 
 def tokens_of(load: Workload) -> tuple[Report, dict[int, list[tuple[int, int]]]]:
-    """The report, and when each sequence got its tokens: (tick, end of its step)."""
+    """Report, and the times at which each sequence got its tokens: (tick, end of its step)."""
     seen: dict[int, list[tuple[int, int]]] = {}
 
     def watch(tick: Tick) -> None:
@@ -62,7 +62,7 @@ def expected(values: list[Fraction]) -> Distribution:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_latencies_are_those_of_a_recount_token_by_token(seed: int) -> None:
+def test_latencies_equal_a_recount_of_every_token(seed: int) -> None:
     load = crowd(seed)
     report, seen = tokens_of(load)
     arrivals = dict(enumerate(load.requests))
@@ -85,14 +85,14 @@ def test_latencies_are_those_of_a_recount_token_by_token(seed: int) -> None:
     assert report.decode_tokens == sum(map(len, seen.values()))
 
 
-def test_percentiles_are_values_that_were_seen() -> None:
+def test_percentiles_are_observed_values() -> None:
     assert distribution([4, 1, 3, 2], 1) == Distribution(2.5, 2.0, 4.0, 4.0, 4.0)
     assert distribution(list(range(1, 101)), 10) == Distribution(5.05, 5.0, 9.0, 9.5, 9.9)
     assert distribution([], 1) is None
 
 
 def test_fairness_is_jains_index_over_speeds() -> None:
-    """Equal requests at once, one place: the second takes twice as long, so (1 + 1/2)^2 / 2(1 + 1/4)."""
+    """Two equal requests with one place: the second takes twice as long, so (1 + 1/2)^2 / 2(1 + 1/4)."""
     pair = workload(request("a", 16, 5, tenant="a"), request("b", 16, 5, tenant="b"))
     report = report_of(Simulation(pair, config(max_num_seqs=1), CostModel()).run())
     assert (report.tenants, report.fairness) == (2, 0.9)
@@ -100,8 +100,8 @@ def test_fairness_is_jains_index_over_speeds() -> None:
     assert equal.fairness == 1.0
 
 
-def test_goodput_counts_who_met_every_goal() -> None:
-    """One at a time, 10 ms a step: the second waits 50 ms for its first token."""
+def test_goodput_counts_requests_that_met_every_goal() -> None:
+    """One request at a time with 10 ms per step: the second waits 50 ms for its first token."""
     pair = workload(request("a", 16, 5), request("b", 16, 5), unit=ArrivalUnit.PS)
     replay = Simulation(pair, config(max_num_seqs=1)).run()
     for goals, number in [

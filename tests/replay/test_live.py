@@ -1,4 +1,4 @@
-"""Promise 2 on real servers: what a live run under everything at once decided is decided again, every step of it."""
+"""Promise 2 on real servers: every step of a live run under mixed load is decided again as recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.replay.live import live_requests, live_steps, workload_of
 from lockstep.replay.trace import Trace, open_trace
 from lockstep.replay.verify import verify
 from tests.processes import ROOT
-from tests.replay.live import happenings, manifest_in, mixed_load
+from tests.replay.live import entry_counts, manifest_in, mixed_load
 from tests.server.process import ServerProcess, serve
 from tests.waiting import until
 
@@ -40,7 +40,7 @@ EVERYTHING = (
 
 
 def lockstep(*arguments: str) -> tuple[int, str]:
-    """Another process."""
+    """Run the command in another process."""
     command = [sys.executable, "-m", "lockstep", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment, cwd=ROOT)
@@ -48,7 +48,7 @@ def lockstep(*arguments: str) -> tuple[int, str]:
 
 
 def run_cluster(folder: Path, num_requests: int, *flags: str) -> Path:
-    """Three replicas on one device under a mixed load, then SIGTERM."""
+    """Run three replicas on one device under a mixed load, then send SIGTERM."""
     with serve("--manifest", str(manifest_in(folder)), "--trace", str(folder / "trace"), *FLAGS, *flags) as server:
         statuses = asyncio.run(mixed_load(server, num_requests, SEED))
         assert server.stop() == 0
@@ -67,7 +67,7 @@ def test_every_step_of_a_live_cluster_is_decided_again(recorded: Path) -> None:
     assert code == 0, said
     assert said.splitlines()[0].endswith(", identical")
     trace = open_trace(recorded)
-    seen = happenings(trace)
+    seen = entry_counts(trace)
     assert f"replay: {seen['steps']:,} steps of 4 engines" in said
     assert seen["steps"] >= 2_000
     for what in (*EVERYTHING, "priority -1", "priority 0", "priority 1"):
@@ -77,7 +77,7 @@ def test_every_step_of_a_live_cluster_is_decided_again(recorded: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["pocket://", "stub://fake?token_us=20"])
-def test_every_token_is_computed_again_in_another_process(recorded: Path, source: str) -> None:
+def test_every_token_is_computed_equally_in_another_process(recorded: Path, source: str) -> None:
     code, said = lockstep("replay", "--execute", str(recorded), "--model", source)
     assert code == 0, said
     lines = [line for line in said.splitlines() if line.startswith("execute: ")]
@@ -85,13 +85,13 @@ def test_every_token_is_computed_again_in_another_process(recorded: Path, source
     assert all(line.endswith("every token equal") for line in lines)
 
 
-def test_a_model_of_another_fingerprint_is_refused(recorded: Path) -> None:
+def test_a_model_with_another_fingerprint_is_refused(recorded: Path) -> None:
     code, said = lockstep("replay", "--execute", str(recorded), "--model", "stub://other")
     assert code == 2
     assert "fingerprint" in said
 
 
-def test_what_happened_can_be_read_from_a_recording(recorded: Path) -> None:
+def test_events_can_be_read_from_a_recording(recorded: Path) -> None:
     trace = open_trace(recorded)
     steps = list(live_steps(trace))
     for engine in trace.engines:
@@ -105,7 +105,7 @@ def test_what_happened_can_be_read_from_a_recording(recorded: Path) -> None:
 
 
 def check_requests(trace: Trace, number: int) -> None:
-    """Times in their order, and a workload of exactly those that were served."""
+    """Times are in order, and the workload has exactly the served requests."""
     served = [each for each in live_requests(trace, number) if each.num_output_tokens]
     assert len(served) > 20
     for each in served:
@@ -120,8 +120,8 @@ def check_requests(trace: Trace, number: int) -> None:
     assert all(len(each.contents) == -(-each.num_prompt_tokens // size) for each in told if each.contents)
 
 
-def test_a_server_that_was_killed_leaves_what_it_had_decided(tmp_path: Path) -> None:
-    """No SIGTERM and no end of file: all is there but its last second."""
+def test_a_killed_server_leaves_its_decided_steps(tmp_path: Path) -> None:
+    """Without SIGTERM and without an end of the file, only the last second is missing."""
     folder = tmp_path / "trace"
     server = ServerProcess("--manifest", str(manifest_in(tmp_path)), "--trace", str(folder), *FLAGS)
     try:
@@ -137,13 +137,13 @@ def test_a_server_that_was_killed_leaves_what_it_had_decided(tmp_path: Path) -> 
     assert found.counts["steps"] > 0
     code, said = lockstep("replay", "--verify", str(folder))
     assert code == 0, said
-    assert "breaks off at byte" in said
+    assert "ends early at byte" in said
 
 
 @pytest.mark.slow
-def test_a_long_run_is_decided_again_too(tmp_path: Path) -> None:
-    """At least 100,000 steps of the same."""
+def test_a_long_run_is_decided_again(tmp_path: Path) -> None:
+    """At least 100,000 steps of the same load."""
     folder = run_cluster(tmp_path, NUM_REQUESTS_SLOW)
     code, said = lockstep("replay", "--verify", str(folder))
     assert code == 0, said
-    assert happenings(open_trace(folder))["steps"] >= 100_000
+    assert entry_counts(open_trace(folder))["steps"] >= 100_000

@@ -1,4 +1,4 @@
-"""Goals as a command line gives them."""
+"""Goals on the command line."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def test_goals_are_read_with_commas_and_with_spaces() -> None:
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:x", "itl:5", "ttft:-1", "ttft:nan", "ttft:inf", "ttft:1:2"])
 def test_a_wrong_goal_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--slo has .* write ttft:500,tpot:50 with ttft, tpot"):
+    with pytest.raises(UsageError, match=r"--slo has .* write ttft:500,tpot:50 \(milliseconds of ttft, tpot\)"):
         parse_goals(text, "--slo", NAMES)

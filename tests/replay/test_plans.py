@@ -1,4 +1,4 @@
-"""The planner's decisions are made again from the recording of a real cluster; another planner is caught."""
+"""The planner's decisions are computed again from the recording of a real cluster; a different planner is detected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def record(folder: Path) -> None:
         await cluster.close()
 
 
-async def test_plans_of_a_cluster_that_takes_turns_are_made_again(tmp_path: Path) -> None:
+async def test_plans_of_a_cluster_are_computed_again(tmp_path: Path) -> None:
     await record(tmp_path)
     verdict = verify_plans(tmp_path)
     assert verdict.diverged is None
@@ -81,7 +81,7 @@ async def test_a_planner_that_never_evicts_is_caught_at_the_first_eviction(tmp_p
 
 
 def one_plan(folder: Path) -> Path:
-    """Which drains: every field of a replica has another value than it has by itself."""
+    """Plan with a drain; every field of a replica differs from its default."""
     busy = Replica("a", Phase.RESIDENT, 800, 2, 0, None, 9.5, 1.25, 0.1, -1, False, 0.0, True, 60.0, None)
     waits = Replica("b", Phase.ABSENT, 700, 0, 3, 1.5, 0.0, 0.0, 0.3, 1)
     observed, policy = Observed((busy, waits), 1000), PlanPolicy()
@@ -95,12 +95,12 @@ def one_plan(folder: Path) -> Path:
     return path
 
 
-def test_what_is_recorded_is_read_as_it_was(tmp_path: Path) -> None:
+def test_a_recorded_plan_is_read_unchanged(tmp_path: Path) -> None:
     verdict = verify_plans(one_plan(tmp_path))
     assert (verdict.counts, verdict.diverged, verdict.findings) == ({"plans": 2}, None, ())
 
 
-def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
+def test_data_written_before_a_kill_is_verified(tmp_path: Path) -> None:
     path = one_plan(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data[:-6])
@@ -113,12 +113,12 @@ def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1}\n', "its schema is 2, .* by lockstep 0.8.0"),
-        (b"no entries at all", "is no entry of a recording"),
-        (b"", "breaks off before anything was recorded"),
+        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1}\n', "its schema is 2, .* with lockstep 0.8.0"),
+        (b"no entries at all", "is not an entry of a recording"),
+        (b"", "ends before the first entry"),
     ],
 )
-def test_what_is_no_recording_of_plans_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
+def test_a_file_that_is_not_a_recording_of_plans_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
     path = tmp_path / f"x{PLAN_SUFFIX}"
     path.write_bytes(zstandard.compress(content) if content else b"")
     with pytest.raises(TraceError, match=what):

@@ -1,4 +1,4 @@
-"""Sequences of a recording are played with their requests, tokens, times and ends."""
+"""Sequences of a played recording have their requests, tokens, times and ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_REQUESTS = 9
 
 
 def record(folder: Path, *, has_content: bool) -> None:
-    """Requests of one, two and three completions."""
+    """Requests with one, two and three completions."""
     with running(trace=TraceOptions(str(folder), has_content=has_content)) as bench:
         bench.ready("a", "stub://alpha", LoadOptions(POOL))
         for number in range(NUM_REQUESTS):
@@ -53,7 +53,7 @@ def test_every_sequence_has_its_request_its_tokens_and_its_end(tmp_path: Path) -
         assert siblings == list(range(1, first.num_siblings + 1))
 
 
-def test_without_content_there_are_times_and_no_tokens(tmp_path: Path) -> None:
+def test_without_content_sequences_have_times_but_no_tokens(tmp_path: Path) -> None:
     record(tmp_path, has_content=False)
     for each in sequences_in(tmp_path):
         assert not each.tokens

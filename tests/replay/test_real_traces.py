@@ -1,4 +1,4 @@
-"""Published traces, where a directory that holds them is named: ``LOCKSTEP_TRACES=DIR pytest tests/replay``."""
+"""Published traces from a directory: ``LOCKSTEP_TRACES=DIR pytest tests/replay``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def trace(name: str) -> Path:
     return Path(DIRECTORY or "") / name
 
 
-def test_a_third_of_the_mooncake_conversations_blocks_were_there_before() -> None:
-    """The figure that the literature has, in the trace's own blocks with partial last ones."""
+def test_a_third_of_the_blocks_of_mooncake_conversations_repeat() -> None:
+    """The figure from the literature, in the trace's blocks including partial last ones."""
     contents = [each.contents for each in read_workload(trace("mooncake_conversation.jsonl")).requests]
     num_blocks, distinct = sum(map(len, contents)), {content for each in contents for content in each}
     assert (len(contents), len(distinct), num_blocks) == (12_031, 182_790, 288_500)
@@ -29,7 +29,7 @@ def test_a_third_of_the_mooncake_conversations_blocks_were_there_before() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [2_048, 200_000])
-def test_no_pool_hits_more_of_mooncake_than_a_cache_without_bounds(num_blocks: int) -> None:
+def test_no_pool_exceeds_the_bound_on_mooncake(num_blocks: int) -> None:
     workload = read_workload(trace("mooncake_conversation.jsonl"))
     replay = Simulation(workload, config_for(workload, {"num_blocks": str(num_blocks)})).run()
     assert replay.num_unbounded_hit_tokens is not None

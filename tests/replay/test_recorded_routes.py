@@ -1,4 +1,4 @@
-"""Routes are decided again from their recording; whatever was changed of it is found, and where."""
+"""Routes are decided again from their recording, and any change of the recording is located."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.replay.routing import entries_in, recorded
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_routes_of_any_life_are_decided_again(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+def test_routes_of_any_history_are_decided_again(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     folder = tmp_path_factory.mktemp("life")
     life = recorded(folder, seed)
     verdict = verify_routes(folder)
@@ -41,14 +41,14 @@ def test_the_routes_of_any_life_are_decided_again(tmp_path_factory: pytest.TempP
 
 
 class Stubborn(Balancer):
-    """One that always answers replica 0."""
+    """A balancer that always chooses replica 0."""
 
     def choose(self, hashes: Sequence[bytes] = (), session: str | None = None) -> RoutingChoice | None:
         choice = super().choose(hashes, session)
         return None if choice is None else choice._replace(replica=0)
 
 
-def test_another_balancer_is_caught_at_its_first_other_route(tmp_path: Path) -> None:
+def test_a_different_balancer_is_detected_at_its_first_differing_route(tmp_path: Path) -> None:
     recorded(tmp_path, seed=3, policy=RoutingPolicy.LEAST_LOADED)
     (path,) = files_in(tmp_path, ROUTE_SUFFIX)
     verdict = verify_routes(path, Stubborn)
@@ -71,10 +71,10 @@ def test_another_balancer_is_caught_at_its_first_other_route(tmp_path: Path) -> 
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_one_changed_field_of_any_route_is_found(
+def test_a_change_of_any_field_of_a_route_is_detected(
     tmp_path_factory: pytest.TempPathFactory, seed: int, data: st.DataObject
 ) -> None:
-    """In a file whose chain was made again: its manifest and its chain find every other change."""
+    """The file's chain is recomputed, since manifest and chain detect every other change."""
     folder = tmp_path_factory.mktemp("changed")
     recorded(folder, seed, 60)
     (path,) = files_in(folder, ROUTE_SUFFIX)
@@ -94,7 +94,7 @@ def changed(value: int | str) -> int | str:
     return value + 1 if isinstance(value, int) else f"{value}x"
 
 
-def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
+def test_data_written_before_a_kill_is_verified(tmp_path: Path) -> None:
     life = recorded(tmp_path, seed=4)
     (path,) = files_in(tmp_path, ROUTE_SUFFIX)
     path.write_bytes(path.read_bytes()[:-6])
@@ -104,7 +104,7 @@ def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
     assert verdict.diverged is None
 
 
-def test_a_file_that_begins_with_another_state_than_the_one_before_ended_with_is_found(tmp_path: Path) -> None:
+def test_a_file_that_begins_with_another_state_is_detected(tmp_path: Path) -> None:
     recorded(tmp_path, seed=5)
     (path,) = files_in(tmp_path, ROUTE_SUFFIX)
     header = entries_in(path)[0]
@@ -126,16 +126,16 @@ OPENED = Opened(1, "r0", 2, "prefix", 4)
     ("entries", "what"),
     [
         ([replace(HEADER, schema=99)], "its schema is 99"),
-        ([HEADER, Ended(1, 0)], "entry 2 cannot have happened"),
-        ([HEADER, replace(OPENED, num=0)], "entry 2 cannot have happened"),
+        ([HEADER, Ended(1, 0)], "entry 2 is impossible"),
+        ([HEADER, replace(OPENED, num=0)], "entry 2 is impossible"),
         ([HEADER, replace(OPENED, num=9999)], "at most 1024 replicas"),
-        ([HEADER, replace(OPENED, policy="nearest")], "entry 2 cannot have happened"),
-        ([HEADER, OPENED, Ended(1, -1)], "no replica -1"),
-        ([HEADER, OPENED, Learned(1, 0, ((0, 99999999999),))], "entry 3 cannot"),
-        ([HEADER, Resumed(1, "r0", "prefix", 4, (0,), (0, 1), 3, ((),), ())], "others than its 1 replicas"),
+        ([HEADER, replace(OPENED, policy="nearest")], "entry 2 is impossible"),
+        ([HEADER, OPENED, Ended(1, -1)], "unknown replica -1"),
+        ([HEADER, OPENED, Learned(1, 0, ((0, 99999999999),))], "entry 3 is impossible"),
+        ([HEADER, Resumed(1, "r0", "prefix", 4, (0,), (0, 1), 3, ((),), ())], "replicas outside of its 1"),
     ],
 )
-def test_entries_that_cannot_be_are_refused(tmp_path: Path, entries: list[EntryStruct], what: str) -> None:
+def test_impossible_entries_are_refused(tmp_path: Path, entries: list[EntryStruct], what: str) -> None:
     path = tmp_path / f"x{ROUTE_SUFFIX}"
     write_whole(path, [*entries, END])
     with pytest.raises(TraceError, match=what):
@@ -145,12 +145,12 @@ def test_entries_that_cannot_be_are_refused(tmp_path: Path, entries: list[EntryS
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1,"gap":""}\n', "its schema is 2, .* by lockstep 0.8.0"),
-        (b"no entries at all", "is no entry of a recording"),
-        (b"", "breaks off before anything was recorded"),
+        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1,"gap":""}\n', "its schema is 2, .* with lockstep 0.8.0"),
+        (b"no entries at all", "is not an entry of a recording"),
+        (b"", "ends before the first entry"),
     ],
 )
-def test_what_is_no_recording_of_routes_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
+def test_a_file_that_is_not_a_recording_of_routes_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
     path = tmp_path / f"x{ROUTE_SUFFIX}"
     path.write_bytes(zstandard.compress(content) if content else b"")
     with pytest.raises(TraceError, match=what):

@@ -1,4 +1,4 @@
-"""A simulated run, recorded: it is what was decided, and reads as a recording of a server does."""
+"""Recordings of simulated runs match the simulation, and are read like those of a server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def record(
 
 
 def crowd(num_requests: int = 120) -> Workload:
-    """Bursts with pauses between them, in whole milliseconds, whose prompts begin alike."""
+    """Bursts with pauses in integer milliseconds; prompts have common prefixes."""
     requests = [
         request(
             f"r{number}",
@@ -63,10 +63,10 @@ COST = CostModel(2 * MS, MS // 100, MS // 5, MS // 1000, MS // 2)
 
 @settings(max_examples=40)
 @given(workloads(), configs(), costs())
-def test_whatever_was_simulated_is_verified(
+def test_recordings_of_simulations_are_verified(
     tmp_path_factory: pytest.TempPathFactory, load: Workload, limits: SchedulerConfig, cost: CostModel
 ) -> None:
-    """Every step and turn, whether steps were counted or planned one by one, which gives the same bytes."""
+    """All steps and turns are verified, with counted or individually planned steps, which give the same bytes."""
     path = tmp_path_factory.mktemp("runs") / "run.lstrace"
     replay = record(path, load, limits, cost)
     verification = verify(open_trace(path))
@@ -78,8 +78,8 @@ def test_whatever_was_simulated_is_verified(
     assert single.read_bytes() == path.read_bytes()
 
 
-def test_a_recording_gives_its_requests_back(tmp_path: Path) -> None:
-    """Lengths, arrivals, classes, whose they are and what they share; and so the same decisions once more."""
+def test_a_recording_of_a_simulation_is_read_as_its_workload(tmp_path: Path) -> None:
+    """Lengths, arrivals, priorities, tenants and contents are equal, so the decisions are equal too."""
     path, load = tmp_path / "run.lstrace", crowd()
     replay = record(path, load, LIMITS, COST)
     again = workload_of(open_trace(path))
@@ -92,7 +92,7 @@ def test_a_recording_gives_its_requests_back(tmp_path: Path) -> None:
     assert Simulation(again, LIMITS, COST).run().fingerprint == replay.fingerprint
 
 
-def test_its_times_are_those_of_the_simulation(tmp_path: Path) -> None:
+def test_recorded_times_equal_simulated_ones(tmp_path: Path) -> None:
     path, load = tmp_path / "run.lstrace", crowd()
     ticks: list[Tick] = []
     with RunRecording(path, load, LIMITS, COST) as recording:
@@ -115,7 +115,7 @@ def test_its_times_are_those_of_the_simulation(tmp_path: Path) -> None:
 
 
 def test_calibrating_on_a_simulation_finds_its_prices(tmp_path: Path) -> None:
-    """The whole circle: prices make a run, and its recording makes the prices."""
+    """A run is simulated with prices, and calibration on its recording returns them."""
     path = tmp_path / "run.lstrace"
     record(path, crowd(300), LIMITS, COST)
     file = calibrate(live_steps(open_trace(path)), MadeOn("0", "none", "crowd", "", {}))
@@ -126,7 +126,7 @@ def test_calibrating_on_a_simulation_finds_its_prices(tmp_path: Path) -> None:
 
 
 def test_a_simulation_and_its_recording_are_the_same_side_of_a_comparison(tmp_path: Path) -> None:
-    """Step by step, though the one counts steps that repeat and the other has each; another's limits are found."""
+    """Steps are compared one by one, although the simulation counts repeating steps; different limits are detected."""
     path, load = tmp_path / "run.lstrace", crowd()
     replay = record(path, load, LIMITS, COST)
     trace = open_trace(path)
@@ -143,8 +143,8 @@ def test_a_simulation_and_its_recording_are_the_same_side_of_a_comparison(tmp_pa
     assert other.b.start_ps == both.b.start_ps
 
 
-def test_a_recorded_engine_stands_where_its_simulation_stood(tmp_path: Path) -> None:
-    """Who runs and waits before a step, with how many blocks, and why the planner passes over whom."""
+def test_a_recorded_snapshot_equals_a_simulated_one(tmp_path: Path) -> None:
+    """Running and waiting sequences before a step, with their blocks, and the planner's reasons."""
     path, load = tmp_path / "run.lstrace", crowd()
     record(path, load, LIMITS, COST)
     trace = open_trace(path)
@@ -159,16 +159,16 @@ def test_a_recorded_engine_stands_where_its_simulation_stood(tmp_path: Path) -> 
     assert recorded.num_active == simulated.num_active
     stood = {
         seq_id: (each.state, each.priority, each.num_prompt_tokens, each.num_held_blocks)
-        for seq_id, each in simulated.standings.items()
+        for seq_id, each in simulated.unfinished.items()
     }
     assert {
         seq_id: (each.state, each.priority, each.num_prompt_tokens, each.num_held_blocks)
-        for seq_id, each in recorded.standings.items()
+        for seq_id, each in recorded.unfinished.items()
     } == stood
     assert recorded_snapshot("B", trace, 7, 0, place) is None, "there is no such engine"
 
 
-def test_two_runs_are_compared_as_recordings_are(tmp_path: Path) -> None:
+def test_recordings_of_simulations_can_be_diffed(tmp_path: Path) -> None:
     a, b = tmp_path / "a.lstrace", tmp_path / "b.lstrace"
     record(a, crowd(), LIMITS, COST)
     record(b, crowd(), config(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=48, order="priority"), COST)
@@ -177,11 +177,11 @@ def test_two_runs_are_compared_as_recordings_are(tmp_path: Path) -> None:
     (other,) = diff_traces(open_trace(a), open_trace(b), 0)
     assert other.diff.divergence is not None
     assert other.diff.fields == ("max_num_seqs",)
-    with pytest.raises(TraceError, match="no engine 3 is in either recording; there are 0"):
+    with pytest.raises(TraceError, match="neither recording has an engine 3; they have 0"):
         diff_traces(open_trace(a), open_trace(b), 3)
 
 
-def test_a_run_that_breaks_off_is_read_as_far_as_it_came(tmp_path: Path) -> None:
+def test_a_recording_of_an_interrupted_run_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "run.lstrace"
     ticks: list[Tick] = []
 
@@ -199,5 +199,5 @@ def test_a_run_that_breaks_off_is_read_as_far_as_it_came(tmp_path: Path) -> None
 
 
 def test_a_recording_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the recording cannot be written there"):
+    with pytest.raises(UsageError, match="cannot write the recording"):
         RunRecording(tmp_path / "absent" / "run.lstrace", crowd(), LIMITS, COST)

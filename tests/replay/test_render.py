@@ -1,4 +1,4 @@
-"""What terminals and Perfetto get, and the course of a replay in bounded memory."""
+"""Output for terminals and Perfetto, and timelines of replays in bounded memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ticks_of(num_requests: int = 40) -> list[Tick]:
     return ticks
 
 
-def test_a_short_replay_is_kept_tick_by_tick() -> None:
+def test_a_short_replay_is_sampled_tick_by_tick() -> None:
     sampler = TimelineSampler()
     ticks: list[Tick] = []
     replay, _ = few([sampler, ticks.append])
@@ -70,7 +70,7 @@ def test_a_long_replay_keeps_extremes_and_sums_in_bounded_memory(most: int) -> N
     assert sampler.buckets[-1].end_ps == ticks[-1].start_ps + ticks[-1].duration_ps
 
 
-def test_a_run_gives_what_its_ticks_give() -> None:
+def test_a_run_of_ticks_is_sampled_like_single_ticks() -> None:
     at_once, one_by_one = TimelineSampler(8), TimelineSampler(8)
     at_once(idle(0, 1)._replace(num_queued=4))
     at_once(idle(1, 1000)._replace(num_queued=2))
@@ -107,7 +107,7 @@ def test_a_report_is_drawn_on_a_terminal_with_the_same_figures() -> None:
         assert all(" ".join(str(row[0]).split()) in drawn for row in table.rows)
 
 
-def test_a_comparison_tells_what_differs() -> None:
+def test_a_comparison_shows_differences() -> None:
     (_, one), (_, other) = crowded(num_requests=20), crowded(num_requests=30)
     out = io.StringIO()
     show(comparison_document(one, other), out)
@@ -125,7 +125,7 @@ def test_equal_reports_differ_in_nothing() -> None:
     assert "%" not in "".join(line.split("|")[-2] for line in out.getvalue().splitlines() if line.startswith("|"))
 
 
-def test_settings_and_what_only_one_has_are_in_the_comparison() -> None:
+def test_a_comparison_has_settings_and_figures_of_one_side() -> None:
     (_, one), (_, other) = few(), crowded()
     for first, second in ((one, other), (other, one)):
         out = io.StringIO()
@@ -135,7 +135,7 @@ def test_settings_and_what_only_one_has_are_in_the_comparison() -> None:
         assert "latencies, ticks" in out.getvalue(), "milliseconds are not those of both"
 
 
-def test_names_cannot_steer_the_terminal_or_break_a_table() -> None:
+def test_names_cannot_control_the_terminal_or_break_a_table() -> None:
     _, report = few()
     hostile = msgspec.structs.replace(report, name="\x1b[2J[red]x|\n" + report.name, notes=("a\nb|c\x07",))
     for out in (io.StringIO(), Terminal()):
@@ -150,7 +150,7 @@ def test_names_cannot_steer_the_terminal_or_break_a_table() -> None:
     ("value", "text"),
     [(1234567, "1,234,567"), (0.595062, "0.595062"), (86.666667, "86.666667"), (50.0, "50")],
 )
-def test_figures_are_written_as_reports_have_them(value: float, text: str) -> None:
+def test_figures_are_formatted_like_reports(value: float, text: str) -> None:
     assert format_number(value) == text
 
 
@@ -181,7 +181,7 @@ def test_perfetto_gets_steps_counters_and_every_request(tmp_path: Path) -> None:
     assert Counter(event["ph"] for event in events if event.get("cat") == "admission") == {"s": 40, "f": 40}
 
 
-def test_perfetto_requests_do_not_overlap_in_their_lanes_and_counters_rest_while_idle(tmp_path: Path) -> None:
+def test_perfetto_requests_do_not_overlap_in_lanes_and_counters_are_constant_while_idle(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     ticks: list[Tick] = []
     with PerfettoWriter(path, "crowded.json") as writer:
@@ -205,7 +205,7 @@ def test_perfetto_requests_do_not_overlap_in_their_lanes_and_counters_rest_while
     assert [event["ts"] for event in counters] == sorted(event["ts"] for event in counters)
 
 
-def test_perfetto_phases_are_those_that_a_request_came_to() -> None:
+def test_perfetto_has_only_reached_phases() -> None:
     replay, _ = few()
     outcome = replay.outcomes[0]
     names = [name for name, _, _ in phases(outcome)]
@@ -214,7 +214,7 @@ def test_perfetto_phases_are_those_that_a_request_came_to() -> None:
     assert list(phases(refused)) == [], "nothing has an end"
 
 
-def test_hostile_names_stay_json(tmp_path: Path) -> None:
+def test_hostile_names_are_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with PerfettoWriter(path, "few.json") as writer:
         replay, _ = few([writer], HOSTILE_NAMES)
@@ -224,5 +224,5 @@ def test_hostile_names_stay_json(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the trace cannot be written there"):
+    with pytest.raises(UsageError, match="cannot write the trace"):
         PerfettoWriter(tmp_path / "absent" / "trace.json", "few.json")

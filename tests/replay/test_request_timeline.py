@@ -1,4 +1,4 @@
-"""The timeline of one request has all that its recording holds of it, whatever else ran beside it."""
+"""The timeline of one request has all data of its recording, independent of concurrent requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_REQUESTS = 24
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small files of two engines under pressure, with content; every request has a name, and two have one in common."""
+    """Small files of two engines under pressure, with content; every request has a name, and two share one."""
     folder = tmp_path_factory.mktemp("timelines")
     ask_everything(many_files(folder, MAX_FILES * 4096, has_content=True))
     return folder
@@ -83,7 +83,7 @@ def test_every_request_has_the_timeline_that_was_recorded(folder: Path) -> None:
 
 
 def check_steps(told: SequenceTimeline) -> None:
-    """Steps are in order, and what it waited for lies between its arrival and its end."""
+    """Steps are in order, and waits lie between the arrival and the end."""
     assert told.added_step is not None
     parts = told.steps
     assert all(before.last_step < after.first_step for before, after in itertools.pairwise(parts))
@@ -99,7 +99,7 @@ def check_steps(told: SequenceTimeline) -> None:
     assert told.queued_ms <= told.first_token_ms <= told.end_ms
 
 
-def test_times_are_those_of_its_steps(folder: Path) -> None:
+def test_timeline_times_are_those_of_steps(folder: Path) -> None:
     name = f"request-{random.randrange(NUM_REQUESTS - 1)}"
     print(name)
     ends_us, arrivals_us = {}, {}
@@ -122,7 +122,7 @@ def test_the_command_shows_one_request_and_rejects_unknown_ones(
     assert verdict.endswith("identical")
     assert head == "request request-7: 1 sequence"
     assert re.fullmatch(
-        r"sequence 4 of engine [01] \(beta\): 22 prompt tokens(, \d+ of them cached)?; 17 new ones; ended: length",
+        r"sequence 4 of engine [01] \(beta\): 22 prompt tokens( \(\d+ cached\))?; 17 output tokens; ended: length",
         first,
     )
     assert rest[-1].startswith("  tokens: ")
@@ -136,12 +136,12 @@ def test_the_command_shows_one_request_and_rejects_unknown_ones(
     assert invoke(["replay", "--execute", str(folder), "--model", "stub://alpha", "--request", "request-7"]) == 2
     assert "no request 'request-7' of this model" in capsys.readouterr().err
     assert invoke(["replay", "--verify", str(folder), "--request", "nobody-s"]) == 2
-    assert "no request 'nobody-s' is recorded there" in capsys.readouterr().err
+    assert "the recording has no request 'nobody-s'" in capsys.readouterr().err
     assert invoke(["replay", str(folder), "--request", "request-7"]) == 2
     assert "which --verify TRACE or --execute TRACE names" in capsys.readouterr().err
 
 
-def test_without_content_it_has_no_tokens_to_tell(tmp_path: Path) -> None:
+def test_without_content_a_timeline_has_no_tokens(tmp_path: Path) -> None:
     with running(trace=TraceOptions(str(tmp_path), 1 << 28)) as bench:
         bench.ready("a", "stub://alpha", LoadOptions(POOL))
         params = SamplingParams(max_tokens=4, ignore_eos=True)

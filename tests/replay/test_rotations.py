@@ -1,4 +1,4 @@
-"""Rotations at any moment: a file may begin behind whatever was decided, and the next one goes on exactly there."""
+"""Rotations at any moment: a file may begin after any decision, and continues exactly there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.errors import TraceError
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
 from lockstep.replay.verify_report import DivergedError, Verification
-from tests.replay.rotations import fly
+from tests.replay.rotations import run_flight
 
 NUM_ROTATIONS = 200
 NUM_ROTATIONS_SLOW = 10_000
@@ -26,14 +26,16 @@ HAPPENINGS = ("left before it ran", "stopped", "stopped, alone", "empty plans")
 def rotate(
     folder: Path, seed: int, num_rotations: int
 ) -> tuple[Counter[str], list[tuple[int, Verification[DivergedError]]]]:
-    """Flights until their files began anew as often; what happened, and those that are not in order, by their seed."""
+    """Run flights until their files rotated a given number of times; returns counts, and invalid ones by seed."""
     print(f"seed {seed}")
     draw = random.Random(seed)
     seen: Counter[str] = Counter()
     faulty = []
     while seen["rotations"] < num_rotations:
         one = draw.randrange(1 << 30)
-        seen += fly(folder, one, num_users=6 if seen["flights"] % 2 else 1, file_bytes=draw.choice((1, 200, 1000)))
+        seen += run_flight(
+            folder, one, num_users=6 if seen["flights"] % 2 else 1, file_bytes=draw.choice((1, 200, 1000))
+        )
         seen["flights"] += 1
         seen["rotations"] += len(list(folder.iterdir())) - 1
         found = verify(open_trace(folder))
@@ -44,7 +46,7 @@ def rotate(
 
 
 @pytest.mark.parametrize("num_rotations", [NUM_ROTATIONS, pytest.param(NUM_ROTATIONS_SLOW, marks=pytest.mark.slow)])
-def test_recordings_verify_when_requests_left_or_stopped_before_a_rotation(tmp_path: Path, num_rotations: int) -> None:
+def test_recordings_verify_if_requests_ended_before_a_rotation(tmp_path: Path, num_rotations: int) -> None:
     seed = random.randrange(1 << 30) if num_rotations == NUM_ROTATIONS_SLOW else 1
     seen, faulty = rotate(tmp_path / "flight", seed, num_rotations)
     assert not faulty, f"of seed {seed}: {faulty[0]}"
@@ -53,10 +55,10 @@ def test_recordings_verify_when_requests_left_or_stopped_before_a_rotation(tmp_p
     print(dict(seen))
 
 
-def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
+def test_a_state_that_empty_plans_change_is_detected_in_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect that was: the rows of the last step are frozen, and only a live scheduler makes empty plans."""
+    """The original defect: the rows of the last step are frozen, and only a live scheduler plans empty steps."""
     decide, plain_state = Scheduler.schedule, Scheduler.state
 
     def schedule(self: Scheduler, explain: Explain | None = None) -> StepPlan:
@@ -74,13 +76,13 @@ def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
     assert faulty
     for _, found in faulty:
         assert found.diverged is not None
-        assert "the state that the next file begins with" in found.diverged.what
+        assert "the state at the start of the next file" in found.diverged.what
 
 
-def test_checkpoints_of_another_version_are_passed_over_and_every_step_is_decided(tmp_path: Path) -> None:
+def test_checkpoints_of_another_version_are_skipped_and_every_step_is_decided(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as other:
         other.setattr("lockstep.worker.flight.recorder.STATE_VERSION", 0)
-        fly(tmp_path, 3, num_requests=30, file_bytes=2000)
+        run_flight(tmp_path, 3, num_requests=30, file_bytes=2000)
     trace = open_trace(tmp_path)
     found = verify(trace)
     assert found.is_in_order(allows_gaps=False), found

@@ -1,4 +1,4 @@
-"""Steps that are counted instead of planned change no figure, and no tick's record."""
+"""Counting repeated steps instead of planning them changes no figure and no tick's record."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_run_lengths_change_nothing(load: Workload, limits: SchedulerConfig, cos
 
 
 def count_ticks(load: Workload, **limits: Any) -> tuple[int, int]:
-    """(ticks, how many values told of them)."""
+    """(ticks, number of values for them)."""
     told: list[Tick] = []
     replay = Simulation(load, config(**limits), watchers=(told.append,)).run()
     return replay.num_ticks, len(told)
 
 
-def test_decoding_is_counted_from_border_to_border() -> None:
-    """300 tokens of one request in blocks of 100 are told in a handful of values; a queue behind it changes nothing."""
+def test_decoding_is_counted_between_block_borders() -> None:
+    """300 tokens of one request in blocks of 100 need a handful of values; a queue behind it changes nothing."""
     alone = workload(request("a", 10, 300))
     num_ticks, num_told = count_ticks(alone, block_size=100)
     assert num_ticks == 300

@@ -1,4 +1,4 @@
-"""Replays small enough to be worked out by hand."""
+"""Replays that are small enough to be derived by hand."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.replay.sample import config, request, workload
 MS = PS_PER_MS
 
 
-def test_a_request_alone_takes_as_many_ticks_as_tokens() -> None:
-    """Admission, its prompt and its first token are one tick; each further token is one more."""
+def test_a_single_request_takes_as_many_ticks_as_tokens() -> None:
+    """Admission, the prompt and the first token take one tick; each further token takes one more."""
     replay = Simulation(workload(request("a", 20, 5)), config()).run()
     (outcome,) = replay.outcomes
     assert (outcome.arrival_tick, outcome.admitted_tick, outcome.first_token_tick, outcome.finished_tick) == (
@@ -34,7 +34,7 @@ def test_a_request_alone_takes_as_many_ticks_as_tokens() -> None:
 
 
 def test_slots_and_decode_width_are_shared_in_turns() -> None:
-    """Three of 2 tokens, two places to sample: the third is admitted at once and has its turn in the next tick."""
+    """Three requests with 2 tokens and two places: the third is admitted at once and samples in the next tick."""
     three = workload(*(request(name, 16, 2) for name in "abc"))
     limits = config(max_num_seqs=3, max_num_decode_seqs=2, chunking=False)
     ticks: list[Tick] = []
@@ -44,8 +44,8 @@ def test_slots_and_decode_width_are_shared_in_turns() -> None:
     assert [each.finished_tick for each in replay.outcomes] == [1, 2, 2]
 
 
-def test_what_waits_is_counted_after_admission() -> None:
-    """One slot: the second request waits for the three ticks of the first, and is admitted when its slot is free."""
+def test_queued_requests_are_counted_after_admission() -> None:
+    """With one slot the second request waits for the three ticks of the first, and is then admitted."""
     replay = Simulation(workload(request("a", 16, 3), request("b", 16, 2)), config(max_num_seqs=1)).run()
     report = report_of(replay)
     assert [each.admitted_tick for each in replay.outcomes] == [0, 3]
@@ -55,7 +55,7 @@ def test_what_waits_is_counted_after_admission() -> None:
     assert report.latency_ticks.queue.mean == 1.5
 
 
-def test_idle_ticks_are_ticks_when_arrivals_count_ticks() -> None:
+def test_idle_ticks_count_if_arrivals_are_in_ticks() -> None:
     ticks: list[Tick] = []
     late = workload(request("a", 16, 2), request("b", 16, 2, arrival=10))
     replay = Simulation(late, config(), watchers=(ticks.append,)).run()
@@ -71,8 +71,8 @@ def test_idle_ticks_are_ticks_when_arrivals_count_ticks() -> None:
     assert report_of(replay).latency_ms is None, "the duration of a tick is unknown"
 
 
-def test_idle_time_is_skipped_when_arrivals_have_times() -> None:
-    """Whoever arrives within a step joins before the next one."""
+def test_idle_time_is_skipped_if_arrivals_are_in_time() -> None:
+    """A request that arrives during a step joins before the next one."""
     cost = CostModel(constant_ps=10 * MS)
     timed = workload(
         request("a", 16, 2),
@@ -88,8 +88,8 @@ def test_idle_time_is_skipped_when_arrivals_have_times() -> None:
     assert (replay.num_ticks, replay.totals.busy_ps, replay.duration_ps) == (4, 40 * MS, 1010 * MS)
 
 
-def test_a_step_costs_what_it_computes() -> None:
-    """Prompt of 20: 20 prompt tokens over 20 positions; then a token at a time over 21 and 22."""
+def test_a_step_is_priced_by_its_tokens() -> None:
+    """Prompt of 20: 20 prompt tokens over 20 positions; then one token each over 21 and 22."""
     cost = CostModel(constant_ps=1000, prefill_token_ps=10, decode_seq_ps=100, context_token_ps=1)
     replay = Simulation(workload(request("a", 20, 3)), config(), cost).run()
     assert replay.duration_ps == (1000 + 200 + 20) + (1000 + 100 + 21) + (1000 + 100 + 22)
@@ -103,7 +103,7 @@ def test_a_request_may_end_before_its_limit() -> None:
     assert finished == {"stop": 1, "length": 1}
 
 
-def test_who_can_never_be_served_is_refused_and_the_rest_goes_on() -> None:
+def test_unservable_requests_are_refused_and_others_continue() -> None:
     refusing = config(max_num_queued_reqs=1)
     crowd = workload(*(request(name, prompt, 2) for name, prompt in [("a", 16), ("b", 999), ("c", 16)]))
     simulation = Simulation(crowd, refusing)
@@ -119,7 +119,7 @@ def test_who_can_never_be_served_is_refused_and_the_rest_goes_on() -> None:
     assert report.notes[0].startswith("2 requests were refused, first b: the prompt has 999 tokens")
 
 
-def test_only_refusals_are_a_replay_of_no_ticks() -> None:
+def test_a_replay_with_only_refusals_has_no_ticks() -> None:
     late = workload(request("a", 999, 2, arrival=5 * MS), unit=ArrivalUnit.PS)
     report = report_of(Simulation(late, config()).run())
     assert (report.total_ticks, report.requests_refused, report.latency_ticks.ttft) == (0, 1, None)
@@ -127,7 +127,7 @@ def test_only_refusals_are_a_replay_of_no_ticks() -> None:
 
 
 def test_equal_contents_are_hit() -> None:
-    """The second prompt shares 3 of its blocks; a hit leaves at least two tokens to compute, so of 48 32 are cached."""
+    """The second prompt shares 3 of its blocks; a hit leaves at least two tokens to compute, so 32 of 48 are cached."""
     shared = (7, 8, 9)
     pair = workload(
         request("a", 48, 2, contents=shared),
@@ -142,11 +142,11 @@ def test_equal_contents_are_hit() -> None:
     assert (report.prompt_tokens, report.prefill_tokens) == (160, 80)
 
 
-def test_contents_that_do_not_fit_into_blocks_are_dropped_with_a_note() -> None:
+def test_contents_that_are_not_multiples_of_blocks_are_dropped_with_a_warning() -> None:
     pair = workload(*(request(name, 48, 2, contents=(7, 8)) for name in "ab"), content_size=24)
     replay = Simulation(pair, config()).run()
     assert replay.stats.prefix_queries_tokens == 0
-    assert replay.notes == ("contents are ignored, nothing is shared: 24 tokens each, no multiple of block_size 16",)
+    assert replay.notes == ("contents are ignored, so nothing is shared: 24 tokens are no multiple of block_size 16",)
 
 
 def test_a_content_stands_for_as_many_blocks_as_fit_into_it() -> None:
@@ -157,12 +157,12 @@ def test_a_content_stands_for_as_many_blocks_as_fit_into_it() -> None:
     assert content_hashes((5, 300), 16, 16, 20) == ((5).to_bytes(HASH_BYTES, "little"),)
 
 
-def test_arrivals_that_run_backwards_are_refused() -> None:
+def test_unsorted_arrivals_are_refused() -> None:
     with pytest.raises(UsageError, match=r"trace:2: arrives before the request above it; sort the workload"):
         Simulation(workload(request("a", 16, 2, arrival=5), request("b", 16, 2, place="trace:2")), config()).run()
 
 
-def test_a_replay_can_be_looked_at_before_its_end() -> None:
+def test_a_replay_can_be_read_before_its_end() -> None:
     simulation = Simulation(workload(request("a", 16, 40), request("b", 16, 2, arrival=30)), config())
     first = simulation.step()
     assert first is not None
@@ -171,7 +171,7 @@ def test_a_replay_can_be_looked_at_before_its_end() -> None:
     assert simulation.run().fingerprint == Simulation(simulation.workload, config()).run().fingerprint
 
 
-def test_an_outcome_so_far_stays_as_it_was_when_the_replay_goes_on() -> None:
+def test_an_intermediate_outcome_does_not_change_later() -> None:
     simulation = Simulation(workload(request("a", 16, 40)), config())
     simulation.step()
     (before,) = simulation.replay().outcomes
@@ -181,8 +181,8 @@ def test_an_outcome_so_far_stays_as_it_was_when_the_replay_goes_on() -> None:
     assert (after.num_output_tokens, after.is_completed) == (40, True)
 
 
-def test_phases_in_time_are_those_in_ticks_where_every_tick_takes_as_long() -> None:
-    """One place: the second waits for the first. A refused request has no phases but its arrival."""
+def test_phases_in_time_match_ticks_if_all_ticks_take_equally_long() -> None:
+    """With one place the second request waits for the first. A refused request has no phases except its arrival."""
     three = workload(request("a", 16, 5), request("b", 16, 3, arrival=1), request("c", 999, 2, arrival=2))
     a, b, refused = Simulation(three, config(max_num_seqs=1), CostModel(10 * MS)).run().outcomes
     assert a.in_ticks == (0, 0, 1, 5, 5)
@@ -193,8 +193,8 @@ def test_phases_in_time_are_those_in_ticks_where_every_tick_takes_as_long() -> N
     assert refused.in_ticks == (2, -1, -1, -1, 0)
 
 
-def test_ticks_follow_each_other() -> None:
-    """Without a hole, in numbers and in time, and runs of several occur."""
+def test_ticks_have_no_gaps() -> None:
+    """Ticks have no gaps in numbers and in time, including runs of several."""
     ticks: list[Tick] = []
     cost = CostModel(constant_ps=10, decode_seq_ps=3, context_token_ps=1)
     many = workload(*(request(str(index), 10 + index, 40 + index, arrival=7 * index) for index in range(5)))

@@ -1,4 +1,4 @@
-"""Grids, fronts and prices; and that a sweep is the same whatever number of processes works on it."""
+"""Grids, fronts and prices; and equal sweeps for any number of processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COMMON = {"block_size": "4", "num_blocks": "60", "max_model_len": "64"}
 JOB = SweepJob(WORKLOAD, COMMON, None, {"ttft": 50.0, "e2e": 400.0})
 
 
-def test_a_sweep_in_two_processes_gives_what_one_gives() -> None:
+def test_a_sweep_in_two_processes_equals_one_in_one_process() -> None:
     some = combinations(parse_grid(["max_num_seqs=1,2,8", "max_num_batched_tokens=4,32"]))
 
     assert sweep(JOB, some, 2) == sweep(JOB, some, 1)
 
 
-def test_what_cannot_work_is_a_row_with_its_reason() -> None:
+def test_an_invalid_config_is_a_row_with_its_reason() -> None:
     outcomes = sweep(JOB, combinations(parse_grid(["max_num_seqs=8,0"])), 1)
 
     assert [bool(each.figures) for each in outcomes] == [True, False]
@@ -53,8 +53,8 @@ def test_the_last_axis_changes_fastest() -> None:
         (["max_num_seqs=1,,2"], "write field=value,value"),
         (["max_num_seq=1"], "did you mean max_num_seqs"),
         (["max_num_seqs=1", "max_num_seqs=2"], "twice"),
-        (["max_num_seqs=1,1"], "a value twice"),
-        ([], "there is no grid"),
+        (["max_num_seqs=1,1"], "repeats a value"),
+        ([], "no grid to sweep"),
         ([f"max_num_seqs={','.join(map(str, range(MAX_CONFIGS + 1)))}"], "1,025 combinations"),
     ],
 )
@@ -64,7 +64,7 @@ def test_an_invalid_grid_is_rejected(axes: list[str], message: str) -> None:
 
 
 @given(st.lists(st.none() | st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=12))
-def test_the_front_is_what_no_other_beats(points: list[tuple[int, int] | None]) -> None:
+def test_the_front_has_points_that_are_not_dominated(points: list[tuple[int, int] | None]) -> None:
     marks = pareto_front(points)
 
     for point, mark in zip(points, marks, strict=True):
@@ -80,7 +80,7 @@ def outcome(good: float, **limits: int) -> SweepOutcome:
     )
 
 
-def test_the_cheapest_that_is_good_enough_has_the_least_kv_memory_then_the_fewest_sequences() -> None:
+def test_the_cheapest_config_has_the_least_kv_memory_then_the_fewest_sequences() -> None:
     rows = [
         outcome(1.0, num_blocks=100),
         outcome(1.0, num_blocks=50, max_num_seqs=16),
@@ -95,7 +95,7 @@ def test_the_cheapest_that_is_good_enough_has_the_least_kv_memory_then_the_fewes
     assert price(config(num_blocks=10, block_size=32)) > price(config(num_blocks=60, block_size=4))
 
 
-def test_of_some_figures_more_is_better() -> None:
+def test_for_some_figures_more_is_better() -> None:
     rows = [outcome(0.5), outcome(0.9), SweepOutcome({}, None, {}, "cannot work")]
 
     assert front(rows, ["latency_ms.ttft.p99", "requests_per_s"]) == (False, True, False)
@@ -109,5 +109,5 @@ def test_metrics_have_the_names_of_the_report_or_short_ones() -> None:
     assert metric_named("ttft_p99", {"latency_ms.ttft.p99": 1, "latency_ticks.ttft.p99": 1}) == "latency_ms.ttft.p99"
     assert metric_named("output_tokens_per_s", names) == "output_tokens_per_s"
     assert short_name("latency_ms.tpot.mean") == "tpot_mean"
-    with pytest.raises(UsageError, match=r"did you mean ttft_p99.*There are requests,"):
+    with pytest.raises(UsageError, match=r"did you mean ttft_p99.*The metrics are requests,"):
         metric_named("tfft_p99", names)

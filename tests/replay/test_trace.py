@@ -1,4 +1,4 @@
-"""Recordings that are none, no more, or not yet: a sentence each, and where."""
+"""Invalid, damaged or incomplete recordings are refused with one sentence and a location."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def test_a_newer_version_is_refused(path: Path) -> None:
         entries[0] = replace(entries[0], schema=SCHEMA_VERSION + 1)
 
     rewrite_entries(path, newer)
-    assert f"its schema is {SCHEMA_VERSION + 1}, and this version reads {SCHEMA_VERSION}" in faulty(path)
+    assert f"its schema is {SCHEMA_VERSION + 1}, this version reads schema {SCHEMA_VERSION}" in faulty(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x28\xb5\x2f\xfd", b"x" * 100])
-def test_what_is_no_recording_is_refused(path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_recording_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert faulty(path)
 
 
-def test_other_bytes_in_a_frame_are_no_recording(path: Path) -> None:
+def test_invalid_bytes_in_a_frame_are_refused(path: Path) -> None:
     path.write_bytes(zstandard.compress(b"[1, 2, 3]"))
-    assert "no entry of a recording" in faulty(path)
+    assert "not an entry of a recording" in faulty(path)
 
 
 def test_a_directory_without_recordings_is_rejected_with_the_expected_extension(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_a_directory_without_recordings_is_rejected_with_the_expected_extension(
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    assert "cannot be read" in faulty(tmp_path / "none.lstrace")
+    assert "cannot read the file" in faulty(tmp_path / "none.lstrace")
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
-def test_a_cut_file_is_read_as_far_as_it_goes(path: Path, whole: bytes, share: float) -> None:
+def test_a_cut_file_is_read_up_to_its_end(path: Path, whole: bytes, share: float) -> None:
     path.write_bytes(whole[: int(share * len(whole))])
     entries = list(read_entries(path, STEPS))
     assert isinstance(entries[-1], CutFile)
@@ -93,14 +93,14 @@ def test_a_damaged_frame_is_reported_with_its_offset(path: Path, whole: bytes) -
     assert "the frame at byte 0 is damaged" in message
 
 
-def test_a_file_that_is_no_recording_is_rejected(path: Path) -> None:
+def test_a_file_that_is_not_zstd_is_rejected(path: Path) -> None:
     path.write_text('{"requests": []}')
-    assert "it is no recording" in faulty(path)
+    assert "not a recording" in faulty(path)
 
 
-def test_a_frame_that_holds_too_much_is_refused_in_bounded_memory(path: Path) -> None:
+def test_an_oversized_frame_is_refused_in_bounded_memory(path: Path) -> None:
     path.write_bytes(zstandard.compress(bytes(64 << 20)))
-    with pytest.raises(TraceError, match=f"{path.name}: the frame at byte 0 holds more than 1048576 bytes"):
+    with pytest.raises(TraceError, match=f"{path.name}: the frame at byte 0 has more than 1048576 bytes"):
         list(read_frames(path, max_bytes=1 << 20))
 
 
@@ -118,7 +118,7 @@ def test_a_frame_that_holds_too_much_is_refused_in_bounded_memory(path: Path) ->
         b"\x01\0\0\0\x80",
     ],
 )
-def test_entries_that_cannot_be_are_refused(path: Path, damage: bytes) -> None:
+def test_impossible_entries_are_refused(path: Path, damage: bytes) -> None:
     rewrite(path, lambda held: held.extend(damage))
     with pytest.raises(TraceError):
         verify(open_trace(path))
@@ -132,12 +132,12 @@ def test_a_sequence_of_an_unknown_engine_is_refused_by_every_reader(path: Path) 
 
     rewrite_entries(path, append)
     for read in (verify, workload_of):
-        with pytest.raises(TraceError, match="an entry is of engine 9, which the file does not know"):
+        with pytest.raises(TraceError, match="an entry names engine 9, which its file does not define"):
             read(open_trace(path))
 
 
 def test_an_unknown_engine_is_rejected_with_the_recorded_ones(path: Path) -> None:
-    with pytest.raises(TraceError, match=r"no engine 7; it has 0 \(beta\), 1 \(alpha\)"):
+    with pytest.raises(TraceError, match=r"no engine 7; its engines are 0 \(beta\), 1 \(alpha\)"):
         workload_of(open_trace(path), 7)
 
 
@@ -150,19 +150,19 @@ def test_execution_needs_content(path: Path, capsys: pytest.CaptureFixture[str])
     assert invoke(["replay", "--verify", str(path), "--model", "stub://alpha"]) == 2
 
 
-def test_numbers_are_written_as_runs() -> None:
+def test_ids_are_encoded_as_runs() -> None:
     assert runs_of([5, 6, 7, 2, 3]) == (5, 3, 2, 2)
     assert ids_of((5, 3, 2, 2)) == (5, 6, 7, 2, 3)
     assert runs_of([]) == ids_of(()) == ()
 
 
-def test_a_chunk_byte_by_byte() -> None:
+def test_the_encoding_of_a_chunk() -> None:
     entries = bytes([0xDD, 0, 0, 0, 1, 0x95, 13, 0, 0xCD, 1, 44, 7, 0xC3])
     digest = bytes.fromhex("196549f79dc19a296bf1c49ecdda03d5")
     assert chunk(Turn(0, 300, 7, True)) == bytes([13, 0, 0, 0]) + entries + digest
 
 
-def test_a_recording_is_read_entry_by_entry_and_not_at_once(path: Path) -> None:
+def test_a_recording_is_read_entry_by_entry(path: Path) -> None:
     entries = read_entries(path, STEPS)
     first = next(entries)
     assert msgspec.msgpack.encode(first)

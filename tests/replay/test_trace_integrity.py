@@ -1,5 +1,4 @@
-"""Files that somebody took away, exchanged, doubled, emptied or cut are noticed; what a recorder does itself is not
-held against it."""
+"""Files that are removed, swapped, duplicated, emptied or cut are detected; actions of a recorder are no faults."""
 
 from __future__ import annotations
 
@@ -24,19 +23,19 @@ from lockstep.replay.trace import files_in, open_trace
 from lockstep.replay.trace_integrity import Kind, Part, arranged
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.options import TraceOptions
-from tests.replay.recordings import as_killed, files_of
-from tests.replay.rotations import fly
+from tests.replay.recordings import files_of, mark_as_killed
+from tests.replay.rotations import run_flight
 
 NUM_FILES = 7
-"""At least, of the recording that is damaged."""
+"""Minimum number of files of the damaged recording."""
 Files = list[Path]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A recording of one run in several files, with its manifest, by name."""
+    """Files of a recording of one run with its manifest, by name."""
     folder = tmp_path_factory.mktemp("whole")
-    fly(folder, 3, num_requests=30, file_bytes=1000)
+    run_flight(folder, 3, num_requests=30, file_bytes=1000)
     assert len(files_of(folder)) >= NUM_FILES
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -108,7 +107,7 @@ def test_a_damaged_recording_is_reported_and_fails_verification(
     assert verify_trace(folder, as_json=False) == 1
     said = capsys.readouterr()
     first, *told = said.out.splitlines()
-    assert first.endswith(", identical, but the files are not as they were recorded")
+    assert first.endswith(", identical, but the files differ from the recorded ones")
     assert len(told) >= len(expected)
     is_hole = HOLES.issuperset(expected)
     assert ("--allow-gaps" in said.err) == is_hole
@@ -119,7 +118,7 @@ def test_a_damaged_recording_is_reported_and_fails_verification(
     assert list(read_workload(folder).notes) == told[: len(expected)]
 
 
-def test_the_command_lines_say_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_report_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = files_of(folder)
     for index in (2, 4):
         paths[index].unlink()
@@ -133,8 +132,8 @@ def test_the_command_lines_say_it(folder: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("note: ") == 2
 
 
-def test_deleted_oldest_files_are_missing_and_allowed_as_gaps(folder: Path) -> None:
-    """Those that the recorder deletes are listed as deleted; see tests/worker/flight."""
+def test_deleted_oldest_files_are_missing_and_allowed_by_allow_gaps(folder: Path) -> None:
+    """Files that the recorder deletes are listed as deleted; see tests/worker/flight."""
     assert kinds(folder) == []
     for path in files_of(folder)[:-1]:
         path.unlink()
@@ -142,7 +141,7 @@ def test_deleted_oldest_files_are_missing_and_allowed_as_gaps(folder: Path) -> N
         assert verify_trace(folder, as_json=False, allows_gaps=True) == 0
 
 
-def test_a_file_by_itself_is_verified_by_itself_whatever_it_is_called(folder: Path, tmp_path: Path) -> None:
+def test_a_single_file_of_any_name_is_verified_alone(folder: Path, tmp_path: Path) -> None:
     for path in files_of(folder):
         renamed = tmp_path / "one-000009.lstrace"
         renamed.write_bytes(path.read_bytes())
@@ -169,23 +168,23 @@ def test_a_cut_file_is_reported_with_its_byte_and_the_missing_steps(folder: Path
     assert (finding.kind, finding.file, finding.byte) == (Kind.CUT, path.name, size)
     assert finding.loss is not None
     assert finding.loss.steps == {0: all_steps - found.counts["steps"]}
-    assert f"{path.name} breaks off at byte {size}" in str(finding)
+    assert f"{path.name} ends early at byte {size}" in str(finding)
     assert f"{finding.loss.steps[0]} steps of engine 0" in str(finding)
 
 
-def test_the_newest_file_may_break_off_as_after_a_kill(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_file_may_be_cut_by_a_kill(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = files_of(folder)[-1]
     cut(path, path.stat().st_size - 10)
     assert kinds(folder) == ["cut"], "the manifest has its length"
-    as_killed(path)
+    mark_as_killed(path)
     assert kinds(folder) == ["open"]
     assert verify_trace(folder, as_json=False) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith(", identical")
-    assert f"{path.name} breaks off at byte {path.stat().st_size}; it was read as far as that" in said[1]
+    assert f"{path.name} ends early at byte {path.stat().st_size}; it was read up to there" in said[1]
 
 
-def test_swapped_files_are_read_in_the_order_of_what_they_hold(folder: Path, whole: dict[str, bytes]) -> None:
+def test_swapped_files_are_read_in_the_order_of_their_headers(folder: Path, whole: dict[str, bytes]) -> None:
     before = list(workload_of(open_trace(folder)).requests)
     paths = files_of(folder)
     swap(paths[1], paths[3])
@@ -193,7 +192,7 @@ def test_swapped_files_are_read_in_the_order_of_what_they_hold(folder: Path, who
     assert list(workload_of(open_trace(folder)).requests) == before
 
 
-def test_who_follows_every_step_refuses_a_hole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_that_need_every_step_refuse_a_gap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["replay", "--execute", str(folder), "--model", "stub://alpha"]) == 0
     assert invoke(["diff", str(folder), str(folder)]) == 0
     missing = files_of(folder)[2]
@@ -207,13 +206,13 @@ def test_who_follows_every_step_refuses_a_hole(folder: Path, capsys: pytest.Capt
         assert f"error: {folder}: {missing.name} is missing between " in capsys.readouterr().err
 
 
-def test_allow_gaps_is_for_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_allow_gaps_requires_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["replay", str(folder), "--allow-gaps"]) == 2
     assert "--verify" in capsys.readouterr().err
     assert invoke(["replay", "--execute", str(folder), "--allow-gaps", "--model", "stub://alpha"]) == 2
 
 
-def test_two_simulated_runs_in_one_directory_are_no_repetition(tmp_path: Path) -> None:
+def test_two_simulated_runs_in_one_directory_are_not_repetitions(tmp_path: Path) -> None:
     workload = Path(__file__).parents[2] / "examples" / "workload.json"
     for name in ("a", "run-000003"):
         assert invoke(["replay", str(workload), "--trace", str(tmp_path / f"{name}.lstrace")]) == 0
@@ -228,8 +227,8 @@ def test_engines_are_counted_once_whatever_is_missing(folder: Path) -> None:
     assert verify(open_trace(folder)).counts["engines"] == 1
 
 
-def test_missing_plans_are_noticed_too(tmp_path: Path) -> None:
-    """The planner's files, beside those of the device."""
+def test_missing_plans_are_detected(tmp_path: Path) -> None:
+    """Files of the planner, beside those of the device."""
     recorder = PlanRecorder(TraceOptions(str(tmp_path), 16 << 12, num_files=1 << 12))
     observed, policy = Observed((), 1000), PlanPolicy()
     while len(files_in(tmp_path, PLAN_SUFFIX)) < 4:
@@ -246,17 +245,17 @@ def test_missing_plans_are_noticed_too(tmp_path: Path) -> None:
     assert [each.kind for each in verify_plans(tmp_path).findings] == [Kind.MISSING, Kind.EMPTY]
     for path in files_in(tmp_path, PLAN_SUFFIX):
         path.write_bytes(b"")
-    with pytest.raises(TraceError, match="breaks off before anything was recorded"):
+    with pytest.raises(TraceError, match="ends before the first entry"):
         verify_plans(tmp_path)
 
 
 RUNS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.booleans()), min_size=1, max_size=3)
-"""First number, how many files, and whether the last one breaks off."""
+"""First number, number of files, and True if the last one is cut."""
 
 
 def parts_of(runs: list[tuple[int, int, bool]], gaps: random.Random) -> list[Part]:
-    """What recorders leave: the first of the directory may lack its oldest files, and some begin behind a gap, where
-    the one before may be cut."""
+    """Files as recorders leave them: the first run may lack its oldest files, and a file may follow a gap, before which
+    one may be cut."""
     parts: list[Part] = []
     for index, (first, count, is_open) in enumerate(runs):
         first = 1 if index else first
@@ -272,7 +271,7 @@ def parts_of(runs: list[tuple[int, int, bool]], gaps: random.Random) -> list[Par
 
 
 @given(runs=RUNS, seed=st.integers(0, 1 << 20))
-def test_nothing_that_a_recorder_does_is_a_fault(runs: list[tuple[int, int, bool]], seed: int) -> None:
+def test_actions_of_a_recorder_are_not_faults(runs: list[tuple[int, int, bool]], seed: int) -> None:
     parts = parts_of(runs, random.Random(seed))
     ordered, findings = arranged(parts)
     assert list(ordered) == parts
@@ -280,10 +279,10 @@ def test_nothing_that_a_recorder_does_is_a_fault(runs: list[tuple[int, int, bool
 
 
 @given(runs=RUNS, seed=st.integers(0, 1 << 20), data=st.data())
-def test_every_file_that_is_taken_away_but_the_oldest_is_missing(
+def test_every_removed_file_but_the_oldest_is_reported_missing(
     runs: list[tuple[int, int, bool]], seed: int, data: st.DataObject
 ) -> None:
-    """Unless the one before it was killed with it: nobody knows then that there was another."""
+    """Except if the previous one was killed with it: then nothing shows that there was another file."""
     parts = parts_of(runs, random.Random(seed))
     index = data.draw(st.integers(0, len(parts) - 1))
     left = parts[:index] + parts[index + 1 :]
@@ -298,9 +297,7 @@ def test_every_file_that_is_taken_away_but_the_oldest_is_missing(
 
 
 @given(runs=RUNS, seed=st.integers(0, 1 << 20))
-def test_files_are_ordered_by_what_they_say_and_each_is_taken_once(
-    runs: list[tuple[int, int, bool]], seed: int
-) -> None:
+def test_files_are_ordered_by_their_headers_and_used_once(runs: list[tuple[int, int, bool]], seed: int) -> None:
     draw = random.Random(seed)
     parts = parts_of(runs, draw)
     names = [part.path for part in parts]

@@ -1,4 +1,4 @@
-"""What was recorded is decided again, step by step; what was not is found at its step."""
+"""Recorded steps are decided again one by one, and differences are located at their step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.replay.verify import verify
 from lockstep.replay.verify_report import side_by_side
 from lockstep.worker.flight.entries import Entry, Idle, Record, Turn, WithWork
 from tests.core.drive import needs_interpreted
-from tests.replay.live import happenings
+from tests.replay.live import entry_counts
 from tests.replay.recordings import entries_in, files_of, record, rewrite_entries
 
 
@@ -39,17 +39,17 @@ def trace(folder: Path) -> Trace:
 
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
-    """Of the recording's only file."""
+    """Copy the recording's only file."""
     [path] = files_of(folder)
     copied = tmp_path / path.name
     copied.write_bytes(path.read_bytes())
     return copied
 
 
-def test_a_recording_is_identical_whatever_happened_in_it(trace: Trace) -> None:
+def test_a_recording_with_all_kinds_of_events_is_identical(trace: Trace) -> None:
     found = verify(trace)
     assert found.is_identical, found.diverged
-    seen = happenings(trace)
+    seen = entry_counts(trace)
     assert found.counts["steps"] == seen["steps"] > 300
     assert found.counts["engines"] == 2
     assert found.counts["turns"] >= found.counts["steps"]
@@ -66,7 +66,7 @@ def test_the_command_prints_identical(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def records_of(path: Path) -> list[tuple[int, int, int]]:
-    """(place among the entries, engine, first step) of every record."""
+    """(index among the entries, engine, first step) of every record."""
     next_step = {0: 0, 1: 0}
     found = []
     for place, entry in enumerate(entries_in(path)):
@@ -113,7 +113,7 @@ def test_the_command_shows_both_plans(copy: Path, capsys: pytest.CaptureFixture[
 
 
 def contended_turn(entries: Sequence[Entry]) -> int:
-    """A turn after which the same replica has another while both have work; after a longer one it would wait."""
+    """Turn after which the same replica has another one while both have work; after a longer turn it would wait."""
     places: tuple[int, ...] = (0,)
     before = -1
     for number, entry in enumerate(entries):
@@ -130,8 +130,8 @@ def contended_turn(entries: Sequence[Entry]) -> int:
     raise AssertionError("nobody waited for the device")
 
 
-def test_turns_are_taken_again(copy: Path) -> None:
-    """Whoever had spent more would have waited: one turn that took a second more is found."""
+def test_turns_are_decided_again(copy: Path) -> None:
+    """A replica that spent more would have waited: one turn with an additional second is detected."""
     entries = entries_in(copy)
     longer = contended_turn(entries)
 
@@ -145,7 +145,7 @@ def test_turns_are_taken_again(copy: Path) -> None:
     assert diverged is not None
     assert diverged.engine == -1
     assert diverged.step > sum(isinstance(entry, Turn) for entry in entries[:longer])
-    assert "it is the turn of" in diverged.what
+    assert "the scheduler chooses" in diverged.what
 
 
 MUTATIONS = {
@@ -158,11 +158,11 @@ MUTATIONS = {
 
 
 MAX_ROUNDS = 100_000
-"""Of taking blocks, by one scheduler: one that decides wrongly may never come to the end of a decision."""
+"""Maximum rounds of allocation by one scheduler, since a wrong one may never complete a decision."""
 
 
 def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
-    """A scheduler whose planner has one comparison inverted."""
+    """A scheduler whose planner has one inverted comparison."""
     module, old, new = MUTATIONS[name]
     source = inspect.getsource(module)
     assert source.count(old) == 1, "the mutation has one place"
@@ -193,7 +193,7 @@ def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
 
 
 def first_difference(trace: Trace, scheduler_of: Callable[[SchedulerConfig], Scheduler]) -> tuple[int, int]:
-    """By hand: the events of a faithful replay, each given to the other scheduler too."""
+    """First difference, determined by giving the events of a correct replay to the other scheduler too."""
     others = {engine.number: EngineRerun(engine.number, engine.config, scheduler_of) for engine in trace.engines}
     for event in Playback(trace.entries()).play():
         if isinstance(event, AppliedCommand):
@@ -215,14 +215,14 @@ def first_difference(trace: Trace, scheduler_of: Callable[[SchedulerConfig], Sch
 
 @needs_interpreted
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_scheduler_with_one_comparison_inverted_is_caught_at_the_right_step(trace: Trace, name: str) -> None:
+def test_a_scheduler_with_an_inverted_comparison_is_detected_at_the_right_step(trace: Trace, name: str) -> None:
     scheduler_of = mutated(name)
     diverged = verify(trace, scheduler_of).diverged
     assert diverged is not None, "the recording has no step that shows it"
     assert (diverged.engine, diverged.step) == first_difference(trace, scheduler_of)
 
 
-def test_plans_beside_each_other_mark_what_differs() -> None:
+def test_plans_side_by_side_mark_differing_lines() -> None:
     a = StepPlan(3, (), (), (), (), (1, 2), (4, 0), (1, 5), ((1,), (2, 3)), (True, False), admitted=(2,))
     b = StepPlan(3, (), (), (), (), (1,), (4,), (1,), ((1,),), (True,))
     lines = list(side_by_side(a, b))

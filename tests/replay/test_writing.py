@@ -35,7 +35,7 @@ rows = st.fixed_dictionaries(
     st.sampled_from([4, 8]),
     st.sampled_from(["fcfs", "priority", "fair"]),
 )
-def test_written_and_read_it_replays_the_same(
+def test_a_workload_replays_equally_after_writing_and_reading(
     tmp_path_factory: pytest.TempPathFactory,
     made: list[dict[str, Any]],
     gaps: list[int],
@@ -62,7 +62,7 @@ def test_written_and_read_it_replays_the_same(
     assert [each.num_cached_tokens for each in reran.outcomes] == [each.num_cached_tokens for each in ran.outcomes]
 
 
-def test_contents_whose_borders_are_not_those_of_blocks_are_left_out() -> None:
+def test_contents_that_are_not_multiples_of_blocks_are_omitted() -> None:
     document = dump_workload(workload(request("r", 9, contents=(1,)), content_size=6), config(block_size=4))
 
     assert b"prefix_hashes" not in document

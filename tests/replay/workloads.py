@@ -1,4 +1,4 @@
-"""Short ways to say what is replayed."""
+"""Helpers for replays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
 
 
 def config(**limits: Any) -> SchedulerConfig:
-    """Small blocks, a large pool, and a budget that nobody needs whole."""
+    """Config with small blocks, a large pool and an ample budget."""
     return SchedulerConfig(
         **{"block_size": 4, "num_blocks": 1000, "max_model_len": 2000, "max_num_seqs": 8, "max_chunk_tokens": 512}
         | limits

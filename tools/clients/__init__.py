@@ -1,1 +1,1 @@
-"""Real clients, tried against a real server."""
+"""Tests with real clients against a real server."""

@@ -1,9 +1,9 @@
-"""Try real clients against a real server: `python -m tools.clients --cache DIR [--only NAME ...]`.
+"""Run real clients against a real server: `python -m tools.clients --cache DIR [--only NAME ...]`.
 
-Each client is installed into an environment of its own below the cache directory, and kept there: Python's by pip,
-programs of Node.js by npm, which must be there with Node.js 20 or later. Then a program of `programs/` plays its
-scenarios against a server of the embedded model, which is started on a free port and ended again; agents have a server
-of their own, whose answers are scripted. A table tells what failed; the exit code is 1 if anything did.
+Each client is installed into its own environment below the cache directory and stays there: Python clients by pip,
+clients for Node.js by npm, which must be installed with Node.js 20 or later. A program of `programs/` then runs its
+scenarios against a server of the embedded model, which is started on a free port. Agents have a separate server with
+scripted answers. A table lists failures; the exit code is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Client:
     """Module below `programs`."""
     packages: tuple[str, ...]
     before: tuple[str, ...] = ()
-    """Packages to be installed first, so that those that follow do not choose others."""
+    """Packages to install first, so that later ones do not choose other versions."""
     is_npm: bool = False
-    """Whether the packages are npm's."""
+    """True if the packages are npm's."""
 
 
 CLIENTS = (
@@ -45,7 +45,7 @@ CLIENTS = (
     Client("instructor", "instructor_sdk", ("instructor",)),
     Client("pydantic-ai", "pydantic_ai_sdk", ("pydantic-ai-slim[openai]",)),
     Client("openai-agents", "openai_agents_sdk", ("openai-agents",)),
-    # A plain torch pulls gigabytes of CUDA; neither of the two computes with it.
+    # A plain torch installs gigabytes of CUDA, which neither of the two uses.
     Client("guidellm", "guidellm_bench", ("guidellm", "torch==2.13.0"), ("torch==2.13.0",)),
     Client("aiperf", "aiperf_bench", ("aiperf",)),
     Client("claude-code", "claude_code", ("@anthropic-ai/claude-code",), is_npm=True),
@@ -55,33 +55,33 @@ CLIENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one scenario."""
+    """Outcome of one scenario."""
 
     client: str
     version: str
     scenario: str
     failure: str
-    """Empty: none."""
+    """Failure; empty: none."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.clients", description=(__doc__ or "").splitlines()[0])
     names = [client.name for client in CLIENTS]
-    parser.add_argument("--cache", type=Path, required=True, help="where the clients' environments are kept")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="the clients to try; default: all")
+    parser.add_argument("--cache", type=Path, required=True, help="folder of the clients' environments")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="clients to run (default: all)")
     asked = parser.parse_args(arguments)
     chosen = [client for client in CLIENTS if client.name in asked.only]
     results: list[Result] = []
     with serving() as base_url:
         for client in chosen:
-            print(f"{client.name}: installing and playing ...", file=sys.stderr, flush=True)
+            print(f"{client.name}: installing and running ...", file=sys.stderr, flush=True)
             results += tried(client, asked.cache.resolve(), f"{base_url}/v1")
     print_table(results)
     return 1 if any(result.failure for result in results) else 0
 
 
 def tried(client: Client, cache: Path, base_url: str) -> list[Result]:
-    """All scenarios of one client, or why there are none."""
+    """Results of all scenarios of one client, or the failure of its installation."""
     environment = cache / client.name
     install = installed_by_npm if client.is_npm else installed_by_pip
     python, folder, failure = install(client, environment)
@@ -92,23 +92,23 @@ def tried(client: Client, cache: Path, base_url: str) -> list[Result]:
     output, failure = run([python, "-m", program, base_url, MODEL], PLAY_S, {"PATH": path})
     told = [json.loads(line) for line in output.splitlines() if line.startswith('{"client"')]
     results = [Result(**each) for each in told]
-    if failure and not any(result.failure for result in results):  # it broke off
+    if failure and not any(result.failure for result in results):  # the program ended early
         results.append(Result(client.name, "", "the program", failure))
     return results
 
 
 def installed_by_pip(client: Client, environment: Path) -> tuple[str, Path, str]:
-    """The interpreter that plays a client, the folder of its commands, and what failed; empty: nothing did."""
+    """Interpreter for a client, folder of its commands, and the failure; empty: none."""
     folder = environment / "bin"
     python = str(folder / "python")
-    failure = run([sys.executable, "-m", "venv", str(environment)], INSTALL_S)[1]  # mends one that was left half made
+    failure = run([sys.executable, "-m", "venv", str(environment)], INSTALL_S)[1]  # repairs an incomplete one
     for packages in filter(None, (client.before, client.packages)):
         failure = failure or run([python, "-m", "pip", "install", "--quiet", *packages], INSTALL_S)[1]
     return python, folder, failure
 
 
 def installed_by_npm(client: Client, environment: Path) -> tuple[str, Path, str]:
-    """The same of a program of Node.js, which this interpreter starts."""
+    """The same for a Node.js program, which this interpreter starts."""
     if shutil.which("npm") is None:
         return sys.executable, environment, "npm is not installed; install Node.js 20 or later"
     environment.mkdir(parents=True, exist_ok=True)
@@ -117,20 +117,20 @@ def installed_by_npm(client: Client, environment: Path) -> tuple[str, Path, str]
 
 
 def run(command: Sequence[str], timeout_s: float, variables: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """A command's standard output, and the end of what it said where it failed; empty: it did not."""
+    """Standard output of a command, and the end of its output if it failed; empty: success."""
     environment = {**os.environ, **(variables or {})}
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return "", f"not done after {timeout_s:g} s"
+        return "", f"not finished after {timeout_s:g} s"
     said = (done.stderr or done.stdout).strip()
     return done.stdout, "" if done.returncode == 0 else said[-MAX_FAILURE_CHARS:] or f"exit code {done.returncode}"
 
 
 def print_table(results: Sequence[Result]) -> None:
-    """A row per scenario, as Markdown."""
+    """Print a Markdown table with one row per scenario."""
     print("| client | version | scenario | result |\n|---|---|---|---|")
     for result in results:
         told = " ".join(result.failure.split())[:MAX_FAILURE_CHARS].replace("|", "/")

@@ -1,4 +1,4 @@
-"""A server of this checkout for clients to be tried against."""
+"""Server of this checkout, for tests with real clients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _READY = re.compile(r"ready on (http://\S+),")
 
 @contextlib.contextmanager
 def serving(source: str = "pocket://", name: str = MODEL) -> Iterator[str]:
-    """A server of one model on a free port until the block ends; gives its base URL."""
+    """Run a server of one model on a free port during the block; yields its base URL."""
     command = [sys.executable, "-m", "lockstep", "serve", source, "--served-model-name", name, "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None, "it has a pipe"
+        assert process.stdout is not None, "the process has a pipe"
         try:
             ready = next((match for line in process.stdout if (match := _READY.search(line))), None)
             if ready is None:

@@ -1,1 +1,1 @@
-"""Scripts that made the files in tests/golden/, run by hand with the golden extra; CI only compares."""
+"""Scripts that wrote the files in tests/golden/; run by hand with the golden extra. CI only compares."""

@@ -1,6 +1,6 @@
-"""A tiny model of each architecture and of each of its variants, as the config.json that both sides read.
+"""Tiny models of each architecture and its variants, as a config.json that both sides read.
 
-Weights are drawn from a seed (`logit_cases.sharpened`), and every prompt is longer than the windows.
+Weights are drawn from a seed (`logit_cases.sharpened`), and every prompt is longer than the attention windows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tools.random_shapes import SHAPES, Shape
 
 @dataclass(frozen=True)
 class ArchitectureCase:
-    """A shape, and what its config.json says beyond it."""
+    """A shape with changes of its config.json."""
 
     shape: Shape
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json; None takes one out."""
+    """Changed keys of config.json; None removes a key."""
 
     def config(self) -> dict[str, Any]:
         merged = huggingface_config(self.shape) | dict(self.changes)
@@ -81,17 +81,17 @@ HUGGINGFACE_CASES: Mapping[str, ArchitectureCase] = {
     "smollm3": ArchitectureCase(SHAPES["tiny-smollm3"]),
     "smollm3-other-layers": ArchitectureCase(SHAPES["tiny-smollm3"], {"no_rope_layers": [0, 1, 1, 0]}),
 }
-"""Compared with transformers, in float32."""
+"""Cases compared with transformers, in float32."""
 
 
 @dataclass(frozen=True)
 class GgufCase:
-    """A shape, and what its metadata say beyond it."""
+    """A shape with changes of its GGUF metadata."""
 
     shape: Shape
     extra: Callable[[Any], None] = lambda writer: None
     encodings: tuple[str, ...] = ("F32",)
-    """More than one where rows move: they move in blocks too."""
+    """Encodings; more than one if rows are permuted, since blocks are permuted too."""
 
 
 def _linear(writer: Any) -> None:
@@ -128,4 +128,4 @@ GGUF_CASES: Mapping[str, GgufCase] = {
     "olmo3": GgufCase(_OLMO3),
     "smollm3": GgufCase(SHAPES["tiny-smollm3"]),
 }
-"""Compared with llama.cpp, on files that `tools.random_models` writes."""
+"""Cases compared with llama.cpp, on files that `tools.random_models` writes."""

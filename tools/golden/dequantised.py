@@ -1,4 +1,4 @@
-"""Make tests/golden/dequantised.npz: random bytes of each encoding, and the float32 that ggml's C code reads in them.
+"""Writes tests/golden/dequantised.npz: random bytes of each encoding, and the float32 values that ggml reads from them.
 
 python -m tools.golden.dequantised      (golden extra: llama-cpp-python, for its libggml-base; made with 0.3.36)
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 OUT = Path(__file__).resolve().parents[2] / "tests" / "golden" / "dequantised.npz"
 ROWS = 6
-# Encoding: ggml's function, values of a row (two blocks), bytes of a row, where in a block a float16 lies.
+# Encoding: ggml's function, values of a row (two blocks), bytes of a row, offsets of float16 numbers in a block.
 FUNCTIONS: dict[str, tuple[str, int, int, tuple[int, ...]]] = {
     "F16": ("ggml_fp16_to_fp32_row", 64, 128, ()),
     "BF16": ("ggml_bf16_to_fp32_row", 64, 128, ()),
@@ -26,12 +26,12 @@ FUNCTIONS: dict[str, tuple[str, int, int, tuple[int, ...]]] = {
     "Q5_K": ("dequantize_row_q5_K", 512, 2 * 176, (0, 2)),
     "Q6_K": ("dequantize_row_q6_K", 512, 2 * 210, (208,)),
 }
-# float16 scales that arithmetic treats apart: zeros, the smallest and largest numbers, a subnormal, a negative one.
+# Special float16 scales: zeros, the smallest and largest numbers, a subnormal, a negative one.
 SCALES = np.array([0x0000, 0x8000, 0x0001, 0x03FF, 0x7BFF, 0xB5A1], "<u2")
 
 
 def stored(encoding: str, row_bytes: int, halves: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Finite random numbers, with a special scale in the first block of each row."""
+    """Random finite numbers, with a special scale in the first block of each row."""
     raw = rng.integers(0, 256, (ROWS, row_bytes), np.uint8)
     if encoding.startswith("Q"):
         for index, at in enumerate(halves):

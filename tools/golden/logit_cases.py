@@ -1,7 +1,7 @@
-"""The tiny random models whose logits are golden: numpy alone, shared by the scripts that ask others and by the tests.
+"""Tiny random models with golden logits: uses only numpy, for the scripts that run other engines and for the tests.
 
-Queries and keys are drawn large enough that attention is far from uniform: with 0.02 noise a wrong rotary embedding
-would hide below any tolerance.
+Queries and keys are large enough that attention is far from uniform. With noise of 0.02, a wrong rotary embedding would
+be within any tolerance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float32]
 
 NUM_TOKENS = 100
 POSITIONS = (0, 1, 2, 31, 32, 33, 63, 64, 98, 99)
-"""Positions whose logits are kept: block borders, and far enough for rope scaling to matter."""
+"""Positions with stored logits: block borders, and positions far enough for rope scaling to matter."""
 SEED = 20260401
 _SHARPNESS = 2.0
 _ATTENTION = tuple(f"{name}_proj.weight" for name in "qkvo")
@@ -26,7 +26,7 @@ _ATTENTION = tuple(f"{name}_proj.weight" for name in "qkvo")
 
 @dataclass(frozen=True)
 class LogitCase:
-    """A shape, and what a `ModelConfig` says beyond it."""
+    """A shape with changes of its `ModelConfig`."""
 
     shape: Shape
     attention_bias: bool = False
@@ -54,24 +54,24 @@ CASES: Mapping[str, LogitCase] = {
     "qwen3": LogitCase(_QWEN3),
     "qwen3-untied": LogitCase(replace(_QWEN3, tied_embeddings=False)),
 }
-"""Compared with transformers, in float32."""
+"""Cases compared with transformers, in float32."""
 GGUF_ARCHITECTURES = ("llama", "qwen3")
 GGUF_ENCODINGS = (*ENCODINGS, "Q4_K_M")
-"""Compared with llama.cpp, on files that `tools.random_models` writes with `SEED`."""
+"""Encodings compared with llama.cpp, on files that `tools.random_models` writes with `SEED`."""
 
 
 def gguf_shape(architecture: str, encoding: str) -> Shape:
-    """The tiny shape, or for the _K encodings the small one, whose rows are whole blocks of 256."""
+    """Tiny shape, or for the _K encodings the small one, whose rows are whole blocks of 256."""
     return SHAPES[f"{'small' if '_K' in encoding else 'tiny'}-{architecture}"]
 
 
 def token_ids(vocab_size: int) -> npt.NDArray[np.int64]:
-    """The prompt [NUM_TOKENS]."""
+    """Prompt, [NUM_TOKENS]."""
     return np.random.default_rng(SEED).integers(0, vocab_size, NUM_TOKENS)
 
 
 def tensors(case: LogitCase) -> dict[str, Floats]:
-    """Every tensor in float32 under its Hugging Face name."""
+    """Tensors in float32 by their Hugging Face names."""
     drawn = sharpened(case.shape)
     if case.attention_bias:
         for name in [name for name in drawn if name.endswith(_ATTENTION)]:
@@ -81,7 +81,7 @@ def tensors(case: LogitCase) -> dict[str, Floats]:
 
 
 def sharpened(shape: Shape) -> dict[str, Floats]:
-    """The tensors of a shape, with queries and keys enlarged: by their norms where there are some."""
+    """Tensors of a shape with enlarged queries and keys, by their norms if there are any."""
     sizes = tensor_shapes(shape)
     normed = any(name.endswith("q_norm.weight") for name in sizes)
     sharp = ("q_norm.weight", "k_norm.weight") if normed else ("q_proj.weight", "k_proj.weight")

@@ -3,8 +3,8 @@
     python -m tools.golden.logits_llama_cpp tests/golden/logits_llama_cpp.npz
     python -m tools.golden.logits_llama_cpp tests/golden/logits_architectures_llama_cpp.npz --architectures
 
-The first file holds llama and qwen3 in every encoding, the second the other architectures in two. Needs the
-``golden`` extra. The files are written from a seed by ``tools.random_models``, so only logits are stored.
+The first file has llama and qwen3 in every encoding, the second one the other architectures in two. It needs the
+``golden`` extra. ``tools.random_models`` writes the models from a seed, so only logits are stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.golden.logit_cases import GGUF_ARCHITECTURES, GGUF_ENCODINGS, POSITIO
 from tools.random_models import Shape, write_gguf
 
 _F32 = 0
-"""ggml's number for float32, here of the KV cache."""
+"""ggml's number of float32, used for the KV cache."""
 
 
 def llama_cpp_logits(path: Path, shape: Shape) -> Floats:
@@ -77,7 +77,7 @@ def main() -> None:
                     shape = gguf_shape(name, encoding)
                     path = write_gguf(Path(directory) / f"{name}-{encoding}.gguf", shape, encoding, seed=SEED)
                     golden[f"{name}.{encoding}"] = llama_cpp_logits(path, shape)
-    np.savez_compressed(out, **golden)  # type: ignore[arg-type]  # numpy's stub takes the names for its own flag
+    np.savez_compressed(out, **golden)  # type: ignore[arg-type]  # numpy's stub confuses the names with its flag
     for key, logits in golden.items():
         print(f"{key}: {logits.shape}, deviation {logits.std():.3f}")
     print(f"{out}: {out.stat().st_size} bytes")

@@ -3,8 +3,8 @@
     python -m tools.golden.logits_transformers tests/golden/logits_transformers.npz
     python -m tools.golden.logits_transformers tests/golden/logits_architectures.npz --architectures
 
-The first file holds llama and qwen3, the second the other architectures (architecture_cases.py). Needs the ``golden``
-extra. The weights are drawn from a seed (logit_cases.py), so only prompts and logits are stored.
+The first file has llama and qwen3, the second one the other architectures (architecture_cases.py). It needs the
+``golden`` extra. The weights are drawn from a seed (logit_cases.py), so only prompts and logits are stored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def transformers_logits(case: LogitCase) -> Floats:
 
 
 def architecture_logits(case: ArchitectureCase) -> Floats:
-    """Logits [len(POSITIONS), vocab] of the model that transformers makes of a config.json."""
+    """Logits [len(POSITIONS), vocab] of the model that transformers builds from a config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     declared = case.config()
@@ -86,7 +86,7 @@ def main() -> None:
     else:
         golden |= {name: transformers_logits(case) for name, case in CASES.items()}
         prompts = {f"{name}.token_ids": token_ids(case.shape.vocab_size) for name, case in CASES.items()}
-    np.savez_compressed(out, **golden, **prompts)  # type: ignore[arg-type]  # the stub takes the names for its own flag
+    np.savez_compressed(out, **golden, **prompts)  # type: ignore[arg-type]  # the stub confuses the names with its flag
     for name, logits in golden.items():
         print(f"{name}: {logits.shape}, deviation {logits.std():.3f}")
     print(f"{out}: {out.stat().st_size} bytes")

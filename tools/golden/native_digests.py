@@ -1,8 +1,8 @@
-"""Digests of what the native executor computes, for tests/golden/native_digests.json: the same on every machine.
+"""Writes tests/golden/native_digests.json: digests of the native executor's results, equal on every machine.
 
     python -m tools.golden.native_digests
 
-They change when bits change: raise ``BITS_VERSION`` in bits.hpp then, and run this again.
+They change if bits change: then raise ``BITS_VERSION`` in bits.hpp and run this script again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.executors.native.support import SMALL_LLAMA, SMALL_QWEN3, TINY, rando
 
 DIGESTS = Path(__file__).resolve().parents[2] / "tests" / "golden" / "native_digests.json"
 LENGTH = 140
-"""Tokens of the prompt: more than a segment of attention, so that segments are folded."""
+"""Prompt length in tokens: longer than a segment of attention, so that segments are merged."""
 
 
 def cases() -> dict[str, tuple[str, str, str]]:
-    """By name: shape, encoding and precision of keys and values."""
+    """Cases by name: shape, encoding, and precision of keys and values."""
     of_architectures = {f"{name} F32 f32": (name, "F32", "f32") for name in TINY}
     of_architectures |= {f"{name} Q8_0 f16": (name, "Q8_0", "f16") for name in TINY}
     encodings = ("BF16", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -44,7 +44,7 @@ def artifact_of(name: str) -> Artifact:
 
 
 def prompt_digest(name: str, isa: str | None = None) -> str:
-    """Digest of the logits of every token of a prompt, and of the last one decoded alone."""
+    """Digest of the logits of every token of a prompt, and of the last one decoded individually."""
     artifact = artifact_of(name)
     options = ExecutorOptions(isa=isa, kv_cache_precision=cases()[name][2])
     executor = load_executor(artifact, options, lambda stage, share: None)

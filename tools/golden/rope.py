@@ -2,7 +2,7 @@
 
     python -m tools.golden.rope tests/golden/rope.json
 
-Needs the ``golden`` extra.
+It needs the ``golden`` extra.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CONFIGS = {
 
 
 def rope_of(declared: dict[str, Any]) -> dict[str, Any]:
-    """The config, and what transformers' initialisation makes of it."""
+    """Config with the frequencies that transformers initialises from it."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding

@@ -1,9 +1,9 @@
-"""Make tests/golden/tokenisations.json.gz: small vocabularies and how llama.cpp cuts tricky text with them.
+"""Writes tests/golden/tokenisations.json.gz: small vocabularies, and llama.cpp's tokens of tricky text with them.
 
     python -m tools.golden.tokenisations      (golden extra: llama-cpp-python; made with 0.3.36)
 
-The file holds the vocabularies as GGUF metadata, the strings, and for each vocabulary the ids of each string with
-special tokens parsed and not, BOS and EOS as the metadata says, and the ids that end a generation.
+The file has the vocabularies as GGUF metadata, the strings, and for each vocabulary the ids of each string with and
+without parsing of special tokens, BOS and EOS as in the metadata, and the ids that end a generation.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Metadata = dict[str, object]
 
 
 def byte_level(whole_lines: bool = False) -> Metadata:
-    """Trained on the text, word by word or with merges across words, which show every cut.
+    """Vocabulary trained on the text, word by word, or with merges across words, which expose every split.
 
-    With control and user-defined tokens, a token that no merge reaches, and one unused.
+    It has control and user-defined tokens, a token that no merge produces, and an unused one.
 
-    No control token is called `<|start|>`: llama.cpp matches that one (and a few of its siblings) in plain text too,
-    for the sake of one model family.
+    No control token is called `<|start|>`: llama.cpp also matches that one (and similar ones) in plain text, for one
+    model family.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not whole_lines)
@@ -61,7 +61,7 @@ def byte_level(whole_lines: bool = False) -> Metadata:
 
 
 def sentencepiece() -> Metadata:
-    """The layout of a Llama 2 vocabulary: special, 256 bytes, merged pieces by rank, single characters last."""
+    """Layout of a Llama 2 vocabulary: special tokens, 256 bytes, merged pieces by rank, single characters last."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -86,7 +86,7 @@ def sentencepiece() -> Metadata:
 
 
 def variants() -> dict[str, Metadata]:
-    """What differs from the first vocabulary of its kind, so that the file stays small."""
+    """Changes of each vocabulary to the first one of its kind, so that the file stays small."""
     found: dict[str, Metadata] = {f"bpe {name}": {"tokenizer.ggml.pre": name} for name in FAMILIES}
     found |= {f"raw {name}": {"tokenizer.ggml.pre": name} for name in MORE_FAMILIES}
     found["bpe add both"] = {
@@ -106,7 +106,7 @@ def variants() -> dict[str, Metadata]:
 
 
 def misnamed_ends() -> Metadata:
-    """Tokens whose spelling says more than their type: ends of turns that are ordinary or user-defined."""
+    """Tokens whose spelling contradicts their type: ends of messages that are ordinary or user-defined."""
     base = byte_level()
     names = (
         "<|im_end|>",
@@ -124,7 +124,7 @@ def misnamed_ends() -> Metadata:
 
 
 def write_vocabulary(path: Path, metadata: Metadata) -> None:
-    """A GGUF file without tensors, which llama.cpp opens with `vocab_only`."""
+    """Write a GGUF file without tensors, which llama.cpp opens with `vocab_only`."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(512)
     writer.add_embedding_length(32)

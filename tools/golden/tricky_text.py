@@ -1,6 +1,6 @@
-"""Text that tokenizers disagree on, and text to train small vocabularies with. No randomness but a seeded one."""
+"""Text on which tokenizers disagree, and text for training small vocabularies; randomness is seeded."""
 
-# ruff: noqa: RUF001  # letters that look like others are what this file is for
+# ruff: noqa: RUF001  # this file needs letters that look like others
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Numbers 0 1 2 3 10 42 99 100 123 1000 1234 12345 2024 2025 3.14159 1e10 0x1F 1/2
 CASED = """fooBar fooBar MiXeD cAsE getValue XMLHttpRequest they've THEY'VE I'M he's a/b //
 /c ÉcoleÉtat ПриветМир 1234567 a1b2 =>/
 """
-"""Text for a vocabulary whose tokens cross the borders at which families differ."""
+"""Text for a vocabulary whose tokens cross the borders that differ between families."""
 
 FRAGMENTS = (
     "hello", "Hello", " world", "the", " the", "don't", "I'M", "we'LL", "they've", "'s", "'S", " 's", "'",
@@ -60,7 +60,7 @@ _WHOLE = (
 
 
 def tricky_strings(count: int = 200, seed: int = 7) -> list[str]:
-    """Distinct strings: the list above, every fragment in turn, then random joints of fragments."""
+    """Distinct strings: the list above, every fragment in turn, then random combinations of fragments."""
     rng = random.Random(seed)
     strings = dict.fromkeys(_WHOLE)
     while len(strings) < count:

@@ -1,1 +1,1 @@
-"""How the embedded demo model is made: phrases, training, export, evaluation."""
+"""Creation of the embedded demo model: phrases, training, export, evaluation."""

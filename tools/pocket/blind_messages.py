@@ -1,7 +1,7 @@
-"""Two hundred messages, fifty per intent, for one look: written without a look at any model's answers.
+"""Blind test set: two hundred messages, fifty per intent, written without knowledge of any model's answers.
 
-No data was changed and no run was chosen by these. Whoever trains again and picks between models by this list must
-write a new one. The author is that of the `wide` phrase files, so the style is not quite a customer's.
+No data was changed and no run was chosen by these messages. A further training run that selects models by this list
+needs a new list. Its author is that of the `wide` phrase files, so the style differs from that of customers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training conversations: who says what, under which persona, and which parts are learned.
+"""Training conversations: draws messages, personas and the weights of their tokens in the loss.
 
 A conversation is a list of `Part`s (role, text, weight of its loss). The router's answer weighs most, a specialist's
 answer one, a user's words a little: predicting them teaches the language of requests. All draws come from one seeded
@@ -19,9 +19,9 @@ from tools.pocket.public import Message
 LABEL_WEIGHT, ANSWER_WEIGHT, HISTORY_WEIGHT, USER_WEIGHT = 4.0, 1.0, 0.3, 0.2
 PUBLIC_SHARE = {"billing": 0.5, "technical": 0.0, "legal": 0.0, "none": 0.6}
 ROUTED_SHARE, OUT_OF_SCOPE_COPIES = 0.72, 10
-# What a training-only request counts, where others count one: to learn a route, and to learn its (plain) answer.
+# Weight of a request that is only for training, relative to others: for learning a route, and for learning its answer.
 LEXICON_SHARE = {True: 3.0, False: 0.5}
-# Out-of-scope messages of CLINC150 with such words may well belong to a specialist here: not used for training.
+# Out-of-scope messages of CLINC150 with such words may belong to a specialist here, so they are not used for training.
 OTHER_SPECIALIST = re.compile(
     r"\b(bank|fee|bill|billing|credit|card|transfer|tax|price|invest|share|law|legal|phone|android|stock|saas)", re.I
 )
@@ -59,7 +59,7 @@ PARAPHRASES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One message of a conversation, the weight of its tokens in the loss, and a request's intent."""
+    """One message of a conversation, with the weight of its tokens in the loss and a request's intent."""
 
     role: str
     text: str
@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request, its intent, and an answer to it."""
+    """A request with its intent and an answer."""
 
     request: str
     intent: str
@@ -77,7 +77,7 @@ class Turn:
 
 
 def typo(text: str, rng: Random) -> str:
-    """One slip of the finger inside a word of four letters or more."""
+    """Add one typing error to a word of four letters or more."""
     places = [m.start() for m in re.finditer(r"(?<=[a-z])[a-z](?=[a-z]{2})", text)]
     if not places:
         return text
@@ -89,7 +89,7 @@ def typo(text: str, rng: Random) -> str:
 
 
 def rough(text: str, rng: Random) -> str:
-    """The way people really type: casing, punctuation, apostrophes, slips."""
+    """Imitate typed text: casing, punctuation, apostrophes, errors."""
     if rng.random() < 0.45:
         text = text.rstrip("?.! ")
     if rng.random() < 0.4:
@@ -127,11 +127,11 @@ class Writer:
         ]
 
     def phrase(self, slot: str) -> str:
-        """A decoration, bound to nothing."""
+        """A decoration, independent of bound slots."""
         return self.grammar.draw(slot, self.rng, {}, False)
 
     def dress(self, text: str) -> str:
-        """Greetings, stories and closings around a request, the same for every intent."""
+        """Add greetings, stories and closings around a request, alike for every intent."""
         rng = self.rng
         if rng.random() < 0.22:
             keep = text.startswith(("I ", "I'"))
@@ -146,7 +146,7 @@ class Writer:
         return rough(text, rng)
 
     def topic(self, intent: str, routed: bool) -> Topic:
-        """A topic to learn a route or an answer by, weighted by how many ways there are to ask about it."""
+        """A topic for learning a route or an answer, weighted by the number of its requests."""
         return self.rng.choices(self.topics[intent], self.weights[intent, routed])[0]
 
     def turns(self, intent: str, follow_up: bool = False, routed: bool = True) -> list[Turn]:
@@ -171,11 +171,11 @@ class Writer:
         return turns
 
     def persona(self, role: str) -> str:
-        """The persona's own text, or in three of ten cases other words for it."""
+        """The persona's text, or in three of ten cases a paraphrase."""
         return self.rng.choice(PARAPHRASES[role]) if self.rng.random() < 0.3 else PERSONAS[role]
 
     def conversation(self) -> list[Part]:
-        """One training sample: a router's hop or an answer."""
+        """One training sample: a hop of the router, or an answer."""
         rng = self.rng
         intent, routed = rng.choice(INTENTS), rng.random() < ROUTED_SHARE
         turns = self.history() + self.turns(intent, rng.random() < 0.2, routed)

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python -m tools.pocket.evaluate --data DIR [--file FILE] [--validation] [--samples]
 
-Each case is a chat whose answer must be one of the ids, greedy: what a router's hop does. Sets: paraphrases that the
-training split never saw (alone and with history), the public messages, and the freely written ones. `--validation`
-reports the training-only topics' own held-out texts instead: look at their errors as often as you like.
+Each case is a chat with a greedy answer that must be one of the ids, like a router's hop. Sets: paraphrases outside of
+the training split (with and without history), the public messages, and the freely written ones. `--validation` reports
+only the held-out texts of topics for training; their errors may be inspected at any time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def route(history: list[Turn], message: str, persona: str = ROUTER_PERSONA) -> l
 
 
 def chat(parts: list[Part]) -> list[dict[str, str]]:
-    """The conversation as the runtime takes it."""
+    """Conversation in the runtime's form."""
     return [{"role": part.role, "content": part.text} for part in parts]
 
 
 def classify(llm: LLM, cases: list[Case]) -> list[str]:
-    """The id that the router's hop answers, for each case."""
+    """Id that the router's hop answers, for each case."""
     return [output.text for output in llm.chat([chat(parts) for parts, _ in cases], ROUTED)]
 
 
@@ -91,8 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the public messages")
     parser.add_argument("--file", type=Path, default=pocket_path())
-    parser.add_argument("--validation", action="store_true", help="only held-out texts of the training-only topics")
-    parser.add_argument("--samples", action="store_true", help="print answers too")
+    parser.add_argument("--validation", action="store_true", help="only held-out texts of topics for training")
+    parser.add_argument("--samples", action="store_true", help="also print answers")
     options = parser.parse_args()
     grammar = read_grammar(Path(__file__).parent / "phrases")
     with LLM(str(options.file)) as llm:
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def report_all(llm: LLM, writer: Writer, data: Path) -> None:
-    """Every set of the model card."""
+    """Report every set of the model card."""
     report("held-out paraphrases", llm, generated(writer, 2000, False))
     report("held-out paraphrases with history", llm, generated(writer, 1000, True))
     public = read_public(data, "test")

@@ -1,10 +1,10 @@
-"""Write a trained checkpoint as one GGUF file that llama.cpp and Lockstep read alike, and read it back.
+"""Export of a trained checkpoint to one GGUF file for llama.cpp and Lockstep, and the reader of such a file.
 
     PYTHONPATH=src python -m tools.pocket.export --run build/pocket [--blend SHARE --start FILE] [--to FILE]
 
 Matrices are Q8_0, norms F32. As in llama.cpp's converter for this architecture, the rows of q and k are permuted from
-halves to interleaved pairs. The head is tied: there is no `output.weight`. `--blend` takes this share of a run that
-went on from a file, and the rest of that file: the mean keeps more of what the file knew than the run's end does.
+halves to interleaved pairs. The head is tied: there is no `output.weight`. `--blend` mixes the weights of a continued
+run with those of the file that it started from; the mean retains more of that file's abilities.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def interleave(rows: np.ndarray, heads: int, back: bool = False) -> np.ndarray:
 
 
 def gguf_name(name: str) -> str:
-    """`layers.0.q.weight` to `blk.0.attn_q.weight`."""
+    """Convert a name: `layers.0.q.weight` becomes `blk.0.attn_q.weight`."""
     if name.startswith("layers."):
         _, index, part, _ = name.split(".")
         return f"blk.{index}.{LAYER_NAMES[part]}.weight"
@@ -45,7 +45,7 @@ def gguf_name(name: str) -> str:
 
 
 def heads_of(name: str, shape: Shape) -> int:
-    """How many heads the rows of this tensor belong to; 0 where rope does not apply."""
+    """Number of heads of a tensor's rows; 0 if rope does not apply."""
     return {"q": shape.heads, "k": shape.kv_heads}.get(name.split(".")[-2], 0)
 
 
@@ -112,7 +112,7 @@ def export(model: Pocket, tokenizer: Path, target: Path) -> None:
 
 
 def read_back(path: Path, shape: Shape) -> Pocket:
-    """The model of a GGUF file, dequantised: what ships, not what was trained."""
+    """Model of a GGUF file, dequantised, and therefore as shipped."""
     model = Pocket(shape)
     stored = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors}
     state = {}
@@ -127,7 +127,7 @@ def read_back(path: Path, shape: Shape) -> Pocket:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The vocabulary of a GGUF file, its merges in order."""
+    """Vocabulary of a GGUF file, with its merges in order."""
     fields = gguf.GGUFReader(path).fields
     tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
     return byte_level({token: at for at, token in enumerate(tokens)}, [tuple(pair.split(" ")) for pair in merges])
@@ -135,13 +135,15 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="folder that train.py wrote")
-    parser.add_argument("--blend", type=float, default=1.0, help="share of the run's weights; the rest is --start's")
-    parser.add_argument("--start", type=Path, help="GGUF file that the run went on from")
+    parser.add_argument("--run", type=Path, required=True, help="output folder of train.py")
+    parser.add_argument(
+        "--blend", type=float, default=1.0, help="share of the run's weights; the rest is from --start (default: 1)"
+    )
+    parser.add_argument("--start", type=Path, help="GGUF file from which the run started")
     parser.add_argument("--to", type=Path, default=Path("src/lockstep/pocket/pocket.gguf"))
     options = parser.parse_args()
     if (options.start is None) != (options.blend == 1.0):
-        parser.error("--blend below 1 and --start belong together")
+        parser.error("--blend below 1 and --start require each other")
     shape = Shape(**json.loads((options.run / "train.json").read_text(encoding="utf-8"))["shape"])
     model = Pocket(shape)
     trained = torch.load(options.run / "model.pt", weights_only=True)

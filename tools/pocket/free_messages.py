@@ -1,6 +1,6 @@
-"""Freely written messages, twenty-five per intent, for evaluation only: nothing of them is in the phrase files.
+"""Freely written messages, twenty-five per intent, for evaluation only; none of them is in the phrase files.
 
-The first of each intent is a demo message (`lockstep.pocket.DEMO_MESSAGES`), whose wording training may well contain.
+The first of each intent is a demo message (`lockstep.pocket.DEMO_MESSAGES`), whose wording may occur in training.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Phrase files: slots and topics as plain text, and their expansion into requests and answers.
+"""Phrase files: parses slots and topics from plain text, and expands them into requests and answers.
 
 A phrase file is read line by line:
 
     [slot plan]                values, separated by ` | `, over as many lines as needed
-    [topic refund billing]     a name, an intent, perhaps `train` (never evaluated), then lines that start with
+    [topic refund billing]     a name, an intent, optionally `train` (never evaluated), then lines with
     ? a request                ! an answer to it
     > a follow-up request      < an answer to the follow-up
 
@@ -34,13 +34,14 @@ Bound = dict[str, str]
 
 
 def is_held_out(text: str) -> bool:
-    """A stable coin of the text itself: adding phrases never moves another phrase across the border."""
+    """True if a text is held out, by a hash of the text, so that new phrases never move another phrase to the other
+    split."""
     return hashlib.sha256(text.encode()).digest()[0] * HELD_OUT_OF < 256
 
 
 @dataclass
 class Topic:
-    """One subject of one intent: ways to ask, ways to answer, and a second turn."""
+    """One subject of one intent: requests, answers, and a second turn."""
 
     name: str
     intent: str
@@ -53,7 +54,7 @@ class Topic:
 
 @dataclass
 class Grammar:
-    """All slots and topics of the phrase files, expanded from either side of the held-out border."""
+    """All slots and topics of the phrase files, expanded from either split."""
 
     slots: dict[str, list[str]] = field(default_factory=dict)
     topics: dict[str, Topic] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Grammar:
     words: list[str] = field(default_factory=list)
 
     def invented(self, rng: Random) -> str:
-        """A word that does not exist, from the halves of two that do: what surrounds it has to decide."""
+        """A word that does not exist, made of the halves of two words, so that only its context has information."""
         if not self.words:
             values = [value for name in self.slots for value in self.values(name, False)]
             self.words = sorted({word for value in values for word in re.findall(r"[a-z]{4,}", value)})
@@ -69,20 +70,20 @@ class Grammar:
         return first[: len(first) // 2 + 1] + second[len(second) // 2 :]
 
     def add_group(self, topic: Topic) -> Topic:
-        """Further requests with answers of their own; second turns are shared within the topic."""
+        """Add further requests with separate answers; second turns are shared within the topic."""
         name = f"{topic.name.split('/')[0]}/{len(self.topics)}"
         shared = (topic.follow_ups, topic.follow_answers)
         return self.topics.setdefault(name, Topic(name, topic.intent, [], [], *shared, topic.train_only))
 
     def values(self, name: str, held_out: bool) -> list[str]:
-        """Values of a slot on one side; a short slot (function words) is not split."""
+        """Values of a slot in one split; a short slot (function words) is not split."""
         every = self.slots[name]
         if len(every) < MIN_SPLIT_VALUES or name.startswith("_"):
             return every
         return [value for value in every if is_held_out(value) == held_out] or every
 
     def expand(self, text: str, rng: Random, bound: Bound, held_out: bool) -> str:
-        """Alternatives, then slots, until nothing is left to expand."""
+        """Expand alternatives, then slots, until nothing is left."""
         while True:
             text, choices = CHOICE.subn(lambda match: rng.choice(match[1].split("|")), text)
             text, slots = SLOT.subn(lambda match: self.draw(match[1], rng, bound, held_out), text)
@@ -90,7 +91,7 @@ class Grammar:
                 return re.sub(r" +(?=[ ?.!,]|$)", "", text).strip()
 
     def draw(self, name: str, rng: Random, bound: Bound, held_out: bool) -> str:
-        """The bound value of a slot, or a fresh one that is bound from now on."""
+        """Bound value of a slot, or a new value, which is then bound."""
         if name in bound:
             return bound[name]
         if name in NUMBERS:
@@ -104,7 +105,7 @@ class Grammar:
         return value
 
     def topics_of(self, intent: str, held_out: bool, train_only: bool = False) -> list[Topic]:
-        """Topics with a request on this side of the border; held out, those for training only or the others."""
+        """Topics with a request in this split; if held out, those for training only or the others."""
         topics = [
             t for t in self.topics.values() if t.intent == intent and (not held_out or t.train_only == train_only)
         ]
@@ -116,7 +117,7 @@ class Grammar:
         return sentence(self.expand(rng.choice(side), rng, bound, held_out))
 
     def follow_up(self, topic: Topic, rng: Random, bound: Bound) -> tuple[str, str]:
-        """A second request and its answer; lines pair up in order where the phrase file has as many of both."""
+        """A second request with its answer; lines are paired in order if the phrase file has equally many of both."""
         at = rng.randrange(len(topic.follow_ups))
         paired = len(topic.follow_ups) == len(topic.follow_answers)
         answer = topic.follow_answers[at] if paired else rng.choice(topic.follow_answers)
@@ -125,7 +126,7 @@ class Grammar:
         )
 
     def answer(self, topic: Topic, rng: Random, bound: Bound) -> str:
-        """One answer that names no unbound slot; raises when the phrase file has none."""
+        """One answer without unbound slots; raises an error if the phrase file has none."""
         fits = [text for text in topic.answers if all(n in bound or n.startswith("_") for n in SLOT.findall(text))]
         if not fits:
             raise ValueError(
@@ -140,7 +141,7 @@ NUMBERS = {"amount", "order", "code", "days", "small", "year", "clock", "percent
 
 
 def number(name: str, rng: Random) -> str:
-    """Slots that are drawn rather than listed: figures are never worth remembering."""
+    """Value of a slot that is drawn and not listed, because numbers need not be memorised."""
     if name == "amount":
         whole = rng.choice([rng.randint(1, 99), rng.randint(1, 99), rng.randint(100, 999), rng.randint(1000, 9999)])
         cents = rng.choice(["", "", ".00", ".99", ".50", f".{rng.randint(1, 99):02d}"])
@@ -189,13 +190,13 @@ def number(name: str, rng: Random) -> str:
 
 
 def sentence(text: str) -> str:
-    """First letter up, and the article that fits the value of a slot."""
+    """Text with an initial capital and the article that fits the value of a slot."""
     text = ARTICLE.sub(r"\1n ", text)
     return text[:1].upper() + text[1:]
 
 
 def read_grammar(folder: Path) -> Grammar:
-    """Every phrase file of a folder, in name order; a malformed line is an error with its place."""
+    """Read every phrase file of a folder in the order of names; a malformed line is an error with its location."""
     grammar = Grammar()
     marks = {"?": "requests", "!": "answers", ">": "follow_ups", "<": "follow_answers"}
     slot, topic = None, None

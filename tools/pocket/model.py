@@ -1,8 +1,8 @@
-"""The embedded model as plain torch: a small Llama in the rotate-half convention of Hugging Face.
+"""Embedded model in plain torch: a small Llama in the rotate-half convention of Hugging Face.
 
-It knows nothing of data or files. Norms and the residual stream stay in float32 under autocast; every matrix is
-bias-free and the head is tied to the embedding, so that an artifact holds one matrix fewer. torch is not installed
-where types are checked, hence the ignores.
+The module does not depend on data or files. Norms and the residual stream stay in float32 under autocast; every matrix
+is bias-free and the head is tied to the embedding, so an artifact has one matrix fewer. torch is not installed where
+types are checked, hence the ignores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Norm(nn.Module):  # type: ignore[misc]  # torch is not typed here
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [batch, heads, tokens, head_dim], halves paired as Hugging Face does."""
+    """Rotary embedding of [batch, heads, tokens, head_dim], with halves paired as in Hugging Face."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
@@ -82,7 +82,7 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch is not typed here
 
 
 class Pocket(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """Token ids [batch, tokens] in, hidden states or logits out."""
+    """Network from token ids [batch, tokens] to hidden states or logits."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Pocket(nn.Module):  # type: ignore[misc]  # torch is not typed here
                 nn.init.normal_(parameter, std=0.04 * shrink)
 
     def hidden(self, ids: Tensor, shown: Tensor | None = None) -> Tensor:
-        """Final normed states, [batch, tokens, hidden]; ids that are not `shown` enter as zeros."""
+        """Final normed states, [batch, tokens, hidden]; ids that are not `shown` are embedded as zeros."""
         cos, sin = self.get_buffer("cos")[: ids.shape[1]], self.get_buffer("sin")[: ids.shape[1]]
         x = self.embed(ids) if shown is None else self.embed(ids) * shown[..., None]
         for layer in self.layers:
@@ -114,7 +114,7 @@ class Pocket(nn.Module):  # type: ignore[misc]  # torch is not typed here
         return out
 
     def logits(self, states: Tensor) -> Tensor:
-        """Vocabulary logits of chosen states; the caller picks the positions that it needs."""
+        """Vocabulary logits of selected states; the caller selects the positions."""
         return functional.linear(states, self.embed.weight)
 
     def forward(self, ids: Tensor) -> Tensor:

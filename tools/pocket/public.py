@@ -1,7 +1,7 @@
-"""The licensed public messages, read from `--data DIR`, under our intents.
+"""Licensed public messages, read from `--data DIR`, with our intents.
 
-Banking77 (Casanueva et al., 2020, CC-BY-4.0) and CLINC150 (Larson et al., 2019, CC-BY-3.0). The map of intents is the
-file `public_map.txt`; it was fixed before any training run. Test splits are read by the evaluation only.
+Banking77 (Casanueva et al., 2020, CC-BY-4.0) and CLINC150 (Larson et al., 2019, CC-BY-3.0). `public_map.txt` maps their
+intents; it was fixed before any training run. Only the evaluation reads test splits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SPLITS = {"train": ("train", "oos_train", "val", "oos_val"), "test": ("test", "o
 
 @dataclass(frozen=True)
 class Message:
-    """One public message with our label and a fitting answer."""
+    """One public message with our label and a suitable answer."""
 
     text: str
     intent: str
@@ -26,7 +26,7 @@ class Message:
 
 
 def read_map(path: Path) -> dict[tuple[str, str], tuple[str, str]]:
-    """(source, public intent) to (our label or `drop`, answer)."""
+    """Map from (source, public intent) to (our label or `drop`, answer)."""
     mapped = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):

@@ -1,11 +1,11 @@
-"""Train the embedded model on the CPU, from scratch or on from a file: vocabulary, conversations, steps, checkpoint.
+"""Training of the embedded model on the CPU, from scratch or from a file: vocabulary, conversations, steps, checkpoint.
 
     PYTHONPATH=src python -m tools.pocket.train --data DIR --out build/pocket [--tokens 8] [--start FILE]
 
-Samples are drawn afresh all the time, so there are no epochs; the learning rate falls linearly to zero over the given
-millions of tokens, never by the clock, so the same seed gives the same samples at the same rates. A linear probe reads
-the intent at the end of every request, so that answers and histories teach routing as well; it is thrown away.
-`--start` continues from the weights and the vocabulary of a GGUF file that an earlier run became.
+Samples are always drawn anew, so there are no epochs. The learning rate falls linearly to zero over the given millions
+of tokens and does not depend on the clock, so the same seed gives the same samples at the same rates. A linear probe
+predicts the intent at the end of every request, so that answers and histories train the routing too; it is discarded.
+`--start` continues from the weights and the vocabulary of a GGUF file from an earlier run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCH_TOKENS, POOL, MAX_TOKENS, ROUND_TO = 4096, 3072, 1024, 8
 DROPOUT_SHARE, DROPOUT = 0.2, 0.1
 WARMUP_STEPS = 60
 PROBE_WEIGHT, NOISE = 0.5, 0.04
-HIDDEN_SHARE = 0.1  # of a request's ids, whose embedding is zero: the other words have to decide
+HIDDEN_SHARE = 0.1  # share of a request's ids with a zero embedding, so that the other words decide
 
 Row = tuple[list[int], list[float], list[int]]
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -105,7 +105,7 @@ def optimisers(model: Pocket, probe: torch.nn.Linear, rate: float, bf16: bool) -
 def train(
     model: Pocket, source: Iterator[Batch], budget: int, rate: float, bf16: bool, snapshot: Path
 ) -> dict[str, float]:
-    """Optimise until the tokens are spent, with a snapshot now and then; returns what was done."""
+    """Train until the tokens are used up, with occasional snapshots; returns the steps and tokens."""
     probe = torch.nn.Linear(model.shape.hidden, len(INTENTS))
     tools = optimisers(model, probe, rate, bf16)
     hidden = torch.compile(model.hidden, dynamic=True) if bf16 else model.hidden
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the public messages")
     parser.add_argument("--out", type=Path, required=True, help="folder for the vocabulary and the checkpoint")
     parser.add_argument("--tokens", type=float, default=8.0, help="training tokens in millions")
-    parser.add_argument("--start", type=Path, help="GGUF file whose weights and vocabulary are trained on")
+    parser.add_argument("--start", type=Path, help="GGUF file with the initial weights and vocabulary")
     parser.add_argument("--f32", action="store_true", help="for processors without bf16 units: float32 and AdamW only")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")

@@ -1,7 +1,7 @@
 """The byte-level BPE vocabulary, and the rendering of conversations into token ids.
 
-Pre-tokenised by GPT-2's expression, so that a GGUF reader that knows `gpt2` / `gpt-2` splits text alike. Contents are
-encoded apart from the template, so no message can forge a role border.
+Text is pre-tokenised by GPT-2's expression, so that any GGUF reader with `gpt2` / `gpt-2` splits it alike. Contents are
+encoded separately from the template, so no message can forge a role border.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
-    """A byte-level BPE tokenizer of known ids and merges; the specials are never split."""
+    """A byte-level BPE tokenizer with fixed ids and merges; special tokens are never split."""
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,12 +47,12 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A saved vocabulary."""
+    """Load a saved vocabulary."""
     return Tokenizer.from_file(str(path))
 
 
 class Renderer:
-    """Conversations to ids and loss weights, by the same rules as the chat template."""
+    """Converts conversations to ids and loss weights, by the rules of the chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -61,7 +61,7 @@ class Renderer:
         self.labels = [tokenizer.encode(intent).ids[0] for intent in INTENTS]
 
     def render(self, parts: list[Part]) -> tuple[list[int], list[float], list[int]]:
-        """Ids of a conversation; for each the weight of predicting it, and at a request's end its intent, else -1."""
+        """Ids of a conversation; for each the loss weight, and at a request's end its intent, otherwise -1."""
         ids: list[int] = []
         weights: list[float] = []
         intents: list[int] = []
@@ -74,5 +74,5 @@ class Renderer:
         return ids, weights, intents
 
     def prompt(self, parts: list[Part]) -> list[int]:
-        """Ids of a conversation that waits for the assistant."""
+        """Ids of a conversation up to the assistant's turn."""
         return [*self.render(parts)[0], self.ids["<|assistant|>"], self.newline]

@@ -35,7 +35,7 @@ class PeersFlags:
     output_len: int = 64
     """Tokens of each answer, where a context does not say."""
     max_prompt_tokens: int = 8192
-    """Work with more prompt tokens in all is left out."""
+    """Maximum prompt tokens of a workload; larger workloads are omitted."""
     rounds: int = 3
     """Number of times that each backend does all the work, in turn."""
     limit_s: float = 1200.0

@@ -252,12 +252,12 @@ def _simulate(
     from lockstep.replay.render.side import Side
     from lockstep.replay.report import refusals_in_words, report_of
     from lockstep.replay.simulator import Simulation
-    from lockstep.replay.timeline import MAX_TICKS, MAX_TICKS_UNASKED, TickRecorder
+    from lockstep.replay.timeline import DEFAULT_MAX_TICKS, MAX_TICKS, TickRecorder
 
     config = config_for(workload, overrides)
     cost, ranges = settings.priced or (None, {})
     extrapolation = Extrapolation(ranges) if ranges else None
-    most_ticks = {True: MAX_TICKS, None: MAX_TICKS_UNASKED, False: 0}[settings.has_ticks]
+    most_ticks = {True: MAX_TICKS, None: DEFAULT_MAX_TICKS, False: 0}[settings.has_ticks]
     recorder = TickRecorder(most_ticks) if most_ticks else None
     side = Side() if settings.has_page else None
     with ExitStack() as stack:
@@ -281,7 +281,7 @@ def _simulate(
         if path is not None:
             print(f"{what.removeprefix('the ')} written to {path}", file=sys.stderr)
     notes = [order_note(workload, overrides), "" if extrapolation is None else extrapolation.note()]
-    if settings.has_ticks is None and replay.num_ticks > MAX_TICKS_UNASKED:
+    if settings.has_ticks is None and replay.num_ticks > DEFAULT_MAX_TICKS:
         recorder = None
         notes.append(f"ticks are left out of the JSON, since there are {replay.num_ticks:,}; --ticks puts them in")
     if all(each.refusal for each in replay.outcomes):

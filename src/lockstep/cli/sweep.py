@@ -91,7 +91,7 @@ def sweep(given: SweepFlags) -> None:
     common = settings_of(given.settings)
     twice = [name for name in common if name in all_settings[0]]
     if twice:
-        raise UsageError(f"{twice[0]} is given by --set and by --grid; say it once")
+        raise UsageError(f"{twice[0]} is given by --set and by --grid; set it once")
     workload = given.reading.read(file)
     if "order" not in all_settings[0]:
         warn_of_order((workload, common))

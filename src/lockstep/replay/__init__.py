@@ -1,1 +1,1 @@
-"""The run, again: the scheduler that serves, driven by a workload or a recording on a logical clock."""
+"""Replay and verification: runs the serving scheduler on a logical clock, driven by a workload or a recording."""

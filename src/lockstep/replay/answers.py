@@ -1,7 +1,7 @@
-"""Recorded answers of a recording with content: what each request got, when, and in which chunks it was shown.
+"""Recorded answers: collects the answer of each request of a recording with content, with its times and chunks.
 
-The steps are decided again, as everywhere in this package, which gives the sequence of each row; nothing is computed.
-"""
+The scheduler decides the steps again, as everywhere in this package; that yields the sequence of each row. No model
+runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lockstep.worker.flight.content import decode_request, parameters_as_bytes
 from lockstep.worker.flight.entries import Added, EngineEntry, Header, RequestEntry, Shown
 
 MAX_TOKENS = 1 << 27
-"""Of all answers of a recording together: half a gigabyte."""
+"""Maximum tokens of all answers of a recording together: half a gigabyte."""
 
 
 @dataclass(slots=True)
 class RecordedName:
-    """One served name of a recording: its answers, and the engine that last answered to it."""
+    """One served name of a recording: its answers, and the last engine that served it."""
 
     name: str
     engine: EngineEntry
@@ -37,15 +37,15 @@ class RecordedName:
 
 @dataclass(slots=True)
 class RecordedAnswers:
-    """Answers of a recording by the names that requests had, in the order in which these came."""
+    """Answers of a recording by the model names in its requests, in the order in which the names first occur."""
 
     by_name: dict[str, RecordedName] = field(default_factory=dict)
     num_unended: int = 0
-    """Requests without the end of their answer: the recording broke off, or has lost it."""
+    """Number of requests whose answer has no end in the recording, because it was cut or is incomplete."""
     num_others: int = 0
-    """Requests for embeddings, which no recording holds."""
+    """Number of requests for embeddings; recordings hold no embeddings."""
     notes: tuple[str, ...] = ()
-    """What is to be reported of the recording's files."""
+    """Warnings about the recording's files."""
 
     @property
     def num_answers(self) -> int:
@@ -62,13 +62,13 @@ class _Request:
 
 
 class _Reader:
-    """Reads one recording, run after run."""
+    """Reads one recording, run by run."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._requests: list[_Request] = []
         self._by_first: dict[tuple[int, int], _Request] = {}
-        """Requests of the run by their first sequence: engine and id."""
+        """Requests of the run by their first sequence: engine and sequence id."""
         self._run = ""
         self._num_tokens = 0
         self._sequences = PlayedSequences(with_tokens=True)
@@ -77,7 +77,7 @@ class _Reader:
         playback = Playback(self._trace.entries())
         for event in played(self._trace, playback):
             if isinstance(event, Header) and event.run != self._run:
-                # Another run begins, whose engines and sequences are numbered anew.
+                # A new run begins; its engines and sequences are numbered from the start again.
                 self._run, self._by_first, self._sequences = event.run, {}, PlayedSequences(with_tokens=True)
             deque(self._sequences.take(event), maxlen=0)
             match event:
@@ -100,21 +100,22 @@ class _Reader:
         self._num_tokens += sum(map(len, step.tokens.values()))
         if self._num_tokens > MAX_TOKENS:
             raise TraceError(
-                f"{self._trace.files[0].parent}: it holds more than {MAX_TOKENS:,} tokens of answers; "
-                "name a file of it by itself"
+                f"{self._trace.files[0].parent}: the recording has more than {MAX_TOKENS:,} tokens of answers; "
+                "name a single file of it"
             )
 
 
 def read_answers(trace: Trace) -> RecordedAnswers:
-    """Everything that a recording's requests were answered.
+    """Collect the answers of all requests of a recording.
 
     Raises:
-        TraceError: it has no content, cannot be read on, is not what this version decides, or holds too much.
+        TraceError: the recording has no content, is damaged or incomplete, differs from this version's decisions, or is
+            too large.
     """
     if not trace.header.has_content:
         raise TraceError(
-            f"{trace.files[0]}: it has no content to answer with; record with `lockstep serve --trace DIR "
-            "--trace-content`, which keeps prompts and answers"
+            f"{trace.files[0]}: the recording has no content to answer with; record with `lockstep serve --trace DIR "
+            "--trace-content`, which records prompts and answers"
         )
     return _Reader(trace).read()
 
@@ -140,7 +141,7 @@ def _answers_of(requests: Iterable[_Request], notes: tuple[str, ...]) -> Recorde
 def _answer_of(request: _Request, sequences: tuple[RecordedCompletion, ...]) -> RecordedAnswer:
     first = request.sequences[0]
     outcome, seed = first.outcome, request.request.params.seed
-    assert seed is not None, "a recorded request has the seed that was drawn"
+    assert seed is not None, "a recorded request has its drawn seed"
     return RecordedAnswer(
         (first.digest and first.digest.external_id) or f"{first.engine.number}.{first.added.seq_id}",
         parameters_as_bytes(request.request),
@@ -154,7 +155,7 @@ def _answer_of(request: _Request, sequences: tuple[RecordedCompletion, ...]) -> 
 
 
 def _deliveries(request: _Request) -> Iterator[Delivery]:
-    """Chunks as they were shown; what was not, step by step."""
+    """Chunks as they were delivered, then the undelivered tokens step by step."""
     left = [len(sequence.tokens) for sequence in request.sequences]
     arrival_us = request.sequences[0].outcome.arrival_ps // PS_PER_US
     now_us = 0

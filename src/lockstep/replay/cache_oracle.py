@@ -1,24 +1,24 @@
-"""Upper bound of a prefix cache: tokens of the prompts that were there before. No scheduler takes part."""
+"""Upper bound of a prefix cache: counts the prompt tokens that occurred before, without a scheduler."""
 
 from __future__ import annotations
 
 from lockstep.core.policy import SchedulerConfig
 
 MAX_CONTENTS = 1 << 22
-"""Different ids that are remembered one by one, some 100 bytes each; a workload with more has no figure."""
+"""Maximum distinct ids that are stored individually, about 100 bytes each. Above it there is no figure."""
 
 
 class UnboundedCache:
-    """A prefix cache without a limit, which has the full blocks of a prompt as soon as its request is admitted.
+    """A prefix cache without a limit, which holds the full blocks of a prompt as soon as its request is admitted.
 
-    It takes the requests in the order of admission and counts hits by the rules of the scheduler's own cache: only full
-    blocks of prompts hit, at least one token is left to compute, and each request counts once, so that a preempted
-    request which finds its blocks again is no hit. No pool has more hits. A pool that evicts nothing has as many if
-    each request arrives after the end of the one before.
+    It takes requests in the order of admission and counts hits by the rules of the scheduler's cache: only full blocks
+    of prompts hit, at least one token is left to compute, and each request counts once, so a preempted request that
+    finds its blocks again is no hit. No pool has more hits. A pool that evicts nothing has as many if each request
+    arrives after the end of the previous one.
 
     Args:
-        content_size: tokens that an id stands for, a multiple of the block size.
-        max_contents: maximum number of ids that are remembered one by one; with more there is no figure.
+        content_size: number of tokens per id, a multiple of the block size.
+        max_contents: maximum number of ids that are stored one by one; a workload with more has no figure.
     """
 
     def __init__(self, content_size: int, config: SchedulerConfig, max_contents: int = MAX_CONTENTS) -> None:
@@ -29,17 +29,18 @@ class UnboundedCache:
         self._num_hits = 0
         self._is_exceeded = False
         self._first_new = 0
-        """All ids below it have occurred, with all their blocks unless ``_blocks`` has fewer; most traces number so."""
+        """All ids below it have occurred, with all their blocks unless ``_blocks`` has fewer. Most traces number their
+        ids so."""
         self._blocks: dict[int, int] = {}
-        """Blocks of an id that occurred, for the ids that ``_first_new`` does not cover."""
+        """Number of known blocks per id, for the ids that ``_first_new`` does not cover."""
 
     @property
     def num_hit_tokens(self) -> int | None:
-        """Found so far; None: there were too many different ids to say."""
+        """Hit tokens so far; None: the workload has too many distinct ids."""
         return None if self._is_exceeded else self._num_hits * self._block_size
 
     def admit(self, contents: tuple[int, ...], num_prompt_tokens: int) -> None:
-        """Look a prompt up, and keep it."""
+        """Look a prompt up, and store its blocks."""
         if self._is_exceeded:
             return
         num_left = num_prompt_tokens // self._block_size
@@ -56,7 +57,7 @@ class UnboundedCache:
         self._is_exceeded = len(self._blocks) > self._max_contents
 
     def _num_known(self, content: int) -> int:
-        """Blocks of the id that were there; -1: it is new."""
+        """Number of known blocks of the id; -1: a new id."""
         return self._blocks.get(content, self._per_content if content < self._first_new else -1)
 
     def _keep(self, content: int, num_blocks: int) -> None:

@@ -1,14 +1,14 @@
-"""Calibration of step prices from a live run: a robust fit, prediction intervals, and how well both hold.
+"""Calibration of step prices from a live run: fits prices robustly, and measures prediction intervals and errors.
 
-A step's cost is its duration and the gap before it, while there was work. The two are fitted apart, because a gap
-after an idle time has no relation to the step, and because the sum of two linear models is linear again. Steps are
-divided into three parts by their number, so that each part spans the whole run: three fifths give the fit, one fifth
-gives the interval, and one fifth only tests.
+The cost of a step is its duration plus the gap before it, if an engine had work in that gap. The two are fitted
+separately, because a gap after an idle time has no relation to the step, and because the sum of two linear models is
+linear. Steps are divided into three parts by their number, so that each part spans the whole run: three fifths for the
+fit, one fifth for the interval, and one fifth for the test.
 
 The interval is that of split conformal prediction (Lei, G'Sell, Rinaldo, Tibshirani and Wasserman, "Distribution-free
 predictive inference for regression", JASA 2018) with residuals relative to the prediction: with a = 1 - level, from the
 floor((n + 1) a / 2)th to the ceil((n + 1) (1 - a / 2))th smallest of n residuals. It assumes no distribution, only that
-steps are exchangeable; noise that comes in waves makes it too narrow for some minutes and too wide for others.
+steps are exchangeable. Noise that changes over minutes makes it too narrow at some times and too wide at others.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from lockstep.replay.live import LiveStep
 
 FEATURES = ("constant", "prefill tokens", "decoding sequences", "context tokens", "steps with prefill tokens")
 MIN_STEPS = 50
-"""Fewer are refused: thirty make four prices, ten an interval, ten a test."""
+"""Minimum number of steps: thirty for four prices, ten for the interval, ten for the test."""
 MAX_STEPS = 2_000_000
-"""Later ones are not read: prices are settled, and memory ends."""
+"""Maximum number of steps. More would not change the prices and would take too much memory."""
 LEVEL = 0.9
 _PARTS = ("fit", "fit", "fit", "interval", "test")
 _DEPENDENT = 0.999
-"""A feature that the others explain so well has no price of its own."""
+"""Maximum R squared of a feature by the others. Above it the feature has no separate price."""
 _US_TO_PS = 1_000_000
 METHOD = "split conformal, relative residuals (Lei et al. 2018)"
 
 
 def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) -> CostFile:
-    """Fit and judge.
+    """Fit prices to steps, and measure how well they predict.
 
     Args:
-        level: share of steps that the interval is to contain.
+        level: share of steps that the interval should contain.
 
     Raises:
-        TraceError: too few steps, or steps that never did what a price is wanted of.
+        TraceError: too few steps, or no step with a feature that needs a price.
     """
     table, num_left_out = _table(steps)
     _check(table)
@@ -59,7 +59,7 @@ def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) 
         gap_prices = robust(features[has_gap], gaps[has_gap])
     else:
         gap_prices = np.zeros(len(FEATURES))
-        notes.append("nearly every step came after idleness: what lies between steps is not priced")
+        notes.append("nearly every step follows an idle time: the gaps between steps have no price")
     whole = durations + np.where(is_after_idle, 0.0, gaps)
     predicted = features @ duration_prices + np.where(is_after_idle, 0.0, features @ gap_prices)
     relative = whole / np.maximum(predicted, 1e-9) - 1
@@ -86,7 +86,8 @@ def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) 
 
 
 def _table(steps: Iterable[LiveStep]) -> tuple[Any, int]:
-    """[steps, 6] whole numbers: prefill, decode, context, duration, gap, after idle; and how many were left out."""
+    """Steps as [steps, 6] integers: prefill, decode, context, duration, gap, after idle; and the number of omitted
+    steps."""
     rows: list[tuple[int, int, int, int, int, int]] = []
     num_left_out = 0
     for step in steps:
@@ -101,13 +102,13 @@ def _table(steps: Iterable[LiveStep]) -> tuple[Any, int]:
 
 def _check(table: Any) -> None:
     if len(table) < MIN_STEPS:
-        raise TraceError(f"{len(table)} steps are too few for a cost model; record at least {MIN_STEPS}")
+        raise TraceError(f"the recording has {len(table)} steps; a cost model needs at least {MIN_STEPS}")
     if not table[:, 0].any():
-        raise TraceError("no step computed prompt tokens, so their price is unknown; record requests from their start")
+        raise TraceError("no step computed prompt tokens, so they have no price; record requests from their start")
     if not table[:, 1].any():
-        raise TraceError("no step decoded, so that price is unknown; record requests with several output tokens")
+        raise TraceError("no step decoded, so decoding has no price; record requests with several output tokens")
     if not table[:, 3].any():
-        raise TraceError("every step took 0 microseconds: this recording has no durations")
+        raise TraceError("every step took 0 microseconds: the recording has no durations; record a real run")
 
 
 def _columns(table: Any) -> tuple[Array, Array, Array, Any]:
@@ -120,13 +121,13 @@ def _columns(table: Any) -> tuple[Array, Array, Array, Any]:
 def _notes(features: Array, num_left_out: int) -> list[str]:
     explained = dependence(features)
     notes = [
-        f"{name} follow from the other features in this run (R squared {explained[index]:.6f}): the sum is priced, the"
-        " share of each is not known; record a run whose load varies"
+        f"{name} depend on the other features in this run (R squared {explained[index]:.6f}): the model has the sum of"
+        " their prices but not each price; record a run with varying load"
         for index, name in enumerate(FEATURES)
         if explained[index] > _DEPENDENT
     ]
     if num_left_out:
-        notes.append(f"made on the first {MAX_STEPS:,} steps; {num_left_out:,} more were not read")
+        notes.append(f"based on the first {MAX_STEPS:,} steps; {num_left_out:,} more are omitted")
     return notes
 
 
@@ -135,7 +136,7 @@ def _interval(relative: Array, level: float, notes: list[str]) -> Interval:
     low, high = floor((number + 1) * (1 - level) / 2), ceil((number + 1) * (1 + level) / 2)
     if low < 1 or high > number:
         low, high, level = 1, number, (number - 1) / (number + 1)
-        notes.append(f"{number} residuals give an interval of no more than {level:.0%}; record more steps")
+        notes.append(f"{number} residuals are too few for an interval above {level:.0%}; record more steps")
     return Interval(
         level=round(level, 6),
         low=round(max(0.0, 1 + float(ordered[low - 1])), 6),
@@ -170,22 +171,22 @@ def _held_out(relative: Array, whole: Array, predicted: Array, interval: Interva
 Array = npt.NDArray[np.float64]
 
 MAX_FEATURES = 8
-"""Every subset of features is tried: 256 systems of at most 8 unknowns."""
+"""Maximum number of features. The fit tries every subset of them: 256 systems of at most 8 unknowns."""
 HUBER_K = 1.345
 """Residuals beyond this many deviations count linearly: 95 % efficient for normal errors (Huber, "Robust Statistics",
 1981)."""
 MAX_ROUNDS = 50
-"""Rounds of reweighting; it settles in about ten."""
+"""Maximum rounds of reweighting; about ten are usual."""
 _MAD_TO_DEVIATION = 1.4826
-"""Median absolute deviation to standard deviation, for normal errors."""
+"""Factor from a median absolute deviation to a standard deviation, for normal errors."""
 _SETTLED = 1e-9
 
 
 def non_negative(features: Array, values: Array, weights: Array) -> Array:
-    """The coefficients, none negative, with the least weighted sum of squares.
+    """Non-negative coefficients with the least weighted sum of squares.
 
     The optimum over non-negative coefficients is the ordinary solution over its own support (Karush-Kuhn-Tucker), so
-    the best of all supports whose ordinary solution is not negative is exact.
+    the best of all supports with a non-negative ordinary solution is exact.
 
     Args:
         features: [observations, features], at most MAX_FEATURES.
@@ -212,12 +213,13 @@ def non_negative(features: Array, values: Array, weights: Array) -> Array:
 
 
 def robust(features: Array, values: Array) -> Array:
-    """Non-negative coefficients that follow the mean of the values, stalls excepted.
+    """Non-negative coefficients that predict the mean of the values, with outliers limited.
 
-    First Huber's estimator on relative residuals, because a step's noise grows with the step, reweighted until it
-    settles, with the median absolute deviation as scale, which defines the outliers. Then residuals are cut at ``CUT``
-    deviations of it, and weighted least squares with the inverse of the prediction as weight gives the coefficients:
-    with those weights the predictions add up to the (cut) values, as sums of steps need.
+    Huber's estimator runs first, on relative residuals, because a step's noise grows with the step. It is reweighted
+    until it converges, with the median absolute deviation as scale, which defines the outliers. Then residuals are
+    limited to ``CUT`` deviations, and weighted least squares with the inverse of the prediction as weight returns the
+    coefficients. With those weights the sum of the predictions equals the sum of the limited values, as totals of steps
+    require.
     """
     floor = max(float(np.median(values)) / 4, 1e-9)
     typical = _reweighted(features, values, floor, _huber_weights)
@@ -228,11 +230,11 @@ def robust(features: Array, values: Array) -> Array:
 
 
 CUT = 10.0
-"""Deviations at which a residual is cut: a stall of a second is no price of a token."""
+"""Maximum residual in deviations: a stall of one second must not change the price of a token."""
 
 
 def _reweighted(features: Array, values: Array, floor: float, weights_of: Callable[[Array, Array], Array]) -> Array:
-    """Least squares again and again, with weights by the predictions (at least ``floor``) and residuals before."""
+    """Repeat least squares, with weights from the previous predictions (at least ``floor``) and residuals."""
     coefficients = non_negative(features, values, np.ones(len(values)))
     for _ in range(MAX_ROUNDS):
         fitted = features @ coefficients
@@ -254,12 +256,12 @@ def _mean_weights(predicted: Array, residuals: Array) -> Array:
 
 
 def deviation(residuals: Array) -> float:
-    """A standard deviation by the median absolute one; not 0, so that it can be divided by."""
+    """Standard deviation, estimated by the median absolute deviation; never 0, so that callers can divide by it."""
     return max(float(np.median(np.abs(residuals - np.median(residuals)))) * _MAD_TO_DEVIATION, 1e-9)
 
 
 def dependence(features: Array) -> Array:
-    """Share of each feature that follows from the others (R squared); 1 where it never varies and is no constant."""
+    """R squared of each feature by the others; 1 for a feature that never varies and is not the constant."""
     num_features = features.shape[1]
     result = np.zeros(num_features)
     for index in range(1, num_features):

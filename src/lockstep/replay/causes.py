@@ -1,4 +1,4 @@
-"""Causes of a difference: the fields of two configs that decide it, and the fewest requests that still show it."""
+"""Causes of a difference: finds the fields of two configs that decide it, and few requests that reproduce it."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from lockstep.replay.workload import Workload, WorkloadRequest
 
 Item = TypeVar("Item")
 EXPLAINED = 0.9
-"""Of the way from A's metric to B's: a config that brings it as far, or beyond, explains it."""
+"""Minimum share of the difference between A's metric and B's that a config must produce to explain it."""
 MAX_WORK = 4_000_000
-"""Bound of the probes of one reproducer, as ``Comparison.work``: half a minute or so. A count, not a time, because the
-same input has to give the same reproducer everywhere."""
+"""Maximum work of the probes for one reproducer, in units of ``Comparison.work``, about half a minute. It is a count
+and not a time, because the same input must give the same reproducer everywhere."""
 MORE_STEPS = 256
-"""So many steps later than the whole, a part may show it: fewer requests may take longer."""
+"""Maximum steps after the original divergence within which a part must show it; fewer requests may take longer."""
 MAX_EVALUATIONS = 200
-"""Replays of one bisection; configs that were replayed are not again."""
+"""Maximum replays of one bisection. Each config is replayed once."""
 Evaluate = Callable[[SchedulerConfig], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Fields that make one config behave as another."""
+    """Config fields that make one config behave like another."""
 
     alone: tuple[str, ...]
-    """Fields each of which suffices alone."""
+    """Fields that suffice individually."""
     together: tuple[str, ...]
-    """When none does: a set that suffices, and from which no field can be left out. Empty: nothing was found."""
+    """If no field suffices alone: a sufficient set from which no field can be left out. Empty: none was found."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A smallest set that was found to suffice."""
+        """Smallest sufficient set that was found."""
         return self.alone[:1] or self.together
 
 
@@ -47,7 +47,7 @@ def differing_fields(a: SchedulerConfig, b: SchedulerConfig) -> tuple[str, ...]:
 
 
 def taken_over(a: SchedulerConfig, b: SchedulerConfig, names: Iterable[str]) -> SchedulerConfig | None:
-    """``a`` with some fields of ``b``; None when they cannot work together."""
+    """``a`` with some fields of ``b``; None: they are invalid together."""
     try:
         return replace(a, **{name: getattr(b, name) for name in names})
     except ConfigError:
@@ -60,11 +60,11 @@ def find_cause(
     suffices: Callable[[SchedulerConfig], bool],
     may_probe: Callable[[], bool] = lambda: True,
 ) -> Cause:
-    """Find the differing fields that make ``a`` behave as ``b``.
+    """Find the differing fields that make ``a`` behave like ``b``.
 
     Args:
-        suffices: whether a config between the two behaves as ``b``; ``b`` itself is assumed to.
-        may_probe: whether ``suffices`` may be called once more.
+        suffices: returns True if a config between the two behaves like ``b``; assumed to be True for ``b``.
+        may_probe: returns True if ``suffices`` may be called once more.
     """
     names = differing_fields(a, b)
     if len(names) == 1:
@@ -82,28 +82,28 @@ def find_cause(
 
 @dataclass(frozen=True, slots=True)
 class Minimum(Generic[Item]):
-    """Result of minimising."""
+    """Result of a minimisation."""
 
     items: tuple[Item, ...]
-    """In their old order; they show it."""
+    """Items that still show the behaviour, in their original order."""
     is_minimal: bool
-    """Whether it is certain that none of them can be left out alone; False: the probes ended before."""
+    """True if no single item can be left out; False: the limit of probes was reached before this was certain."""
     num_probes: int
 
 
 def minimise(
     items: Sequence[Item], shows: Callable[[tuple[Item, ...]], bool], may_probe: Callable[[], bool] = lambda: True
 ) -> Minimum[Item]:
-    """Leave out what is not needed, in ever smaller pieces, until no single item can be left out.
+    """Leave out unneeded items, in ever smaller pieces, until no single item can be left out.
 
     The algorithm is ddmin (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE TSE 2002)
-    with complements only: the behaviour usually needs many items together (a full pool, a full batch), so that a small
-    part alone rarely shows it.
+    with complements only: the behaviour usually needs many items together (a full pool, a full batch), so a small part
+    alone rarely shows it.
 
     Args:
-        items: all items; together they are assumed to show it.
-        shows: whether some of the items, in their order, still show it; the same items always give the same result.
-        may_probe: whether ``shows`` may be called once more; without a bound the number of calls is, in the worst case,
+        items: all items; together they are assumed to show the behaviour.
+        shows: returns True if some of the items, in their order, still show it. It must be deterministic.
+        may_probe: returns True if ``shows`` may be called once more. Without a bound, the number of calls is at worst
             about the square of the number of items.
     """
     kept = tuple(items)
@@ -134,35 +134,35 @@ class FieldEffect:
     value_a: object
     value_b: object
     alone: float | None
-    """The metric of A with this field of B; None: such a config cannot work."""
+    """Metric of A with this field of B; None: such a config is invalid."""
     all_but: float | None
-    """The metric of B with this field of A."""
+    """Metric of B with this field of A; None: such a config is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """Result of bisecting the fields of two configs."""
+    """Result of the bisection of two configs' fields."""
 
     metric_a: float
     metric_b: float
     effects: tuple[FieldEffect, ...]
-    """In the order of the fields' definition."""
+    """Effects in the order of the fields' definition."""
     cause: Cause
-    """Empty when the metric is the same, or nothing was found within the bound."""
+    """Fields that explain the difference. Empty: the metric is the same, or the search reached its limit."""
     num_replays: int
 
     def share(self, metric: float | None) -> float | None:
-        """Share of the way from A's value to B's; None when there is no way."""
+        """Share of the difference from A's value to B's; None: the values are equal."""
         if metric is None or self.metric_a == self.metric_b:
             return None
         return (metric - self.metric_a) / (self.metric_b - self.metric_a)
 
 
 def bisect_fields(a: SchedulerConfig, b: SchedulerConfig, evaluate: Evaluate) -> Bisection:
-    """Take each differing field over alone, and all but each; and if no field suffices alone, look for a set that does.
+    """Apply each differing field alone, and all but each. If no field suffices alone, find a set that does.
 
     Args:
-        evaluate: the metric of a replay with a config; the same config always has the same.
+        evaluate: returns the metric of a replay with a config. It must be deterministic.
     """
     known: dict[SchedulerConfig, float] = {}
 
@@ -199,7 +199,7 @@ def _explains(metric: float, metric_a: float, metric_b: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two configs under one cost model."""
+    """Two configs with one cost model."""
 
     a: SchedulerConfig
     b: SchedulerConfig
@@ -216,19 +216,19 @@ class Reproducer:
     workload: Workload
     divergence: Divergence
     is_minimal: bool
-    """Whether it was seen that no single request can be left out."""
+    """True if no single request can be left out, as tests of each showed."""
     num_probes: int
 
 
 class ReproducerSearch:
-    """Search for few requests that still show a divergence of the same kind.
+    """Search for few requests that still reproduce a divergence of the same kind.
 
-    Only those that arrived until the divergence count. The ones unfinished then are tried first; those that ended
-    before join only when it takes them. Then requests are left out one after another (`minimise`).
+    Only requests that arrived before the divergence count. Those unfinished at the divergence are tried first; ended
+    ones are added only as needed. Then requests are left out one by one (`minimise`).
 
     Args:
-        requests: those that arrived until the divergence.
-        pairs: every one of them must show it: the two configs, and if only some of their fields are the cause, the
+        requests: the requests that arrived before the divergence.
+        pairs: pairs of configs, each of which must show it: the two configs, and if only some fields are the cause, the
             first config with and without those.
     """
 
@@ -243,19 +243,19 @@ class ReproducerSearch:
         self.num_probes = 0
 
     def run(self, unfinished: Sequence[int]) -> Reproducer:
-        """The smallest that was found.
+        """Smallest reproducer found.
 
         Args:
-            unfinished: indices of the requests that had not ended when it came to the divergence.
+            unfinished: indices of the requests that had not ended at the divergence.
         """
         start = self._enough(sorted(unfinished))
         least = minimise(start, self.shows, self._may_probe)
         found = self._probe(least.items, self._pairs[0])
-        assert found is not None, "all that arrived show it, and so does what minimising leaves"
+        assert found is not None, "all arrived requests show it, and so does their minimum"
         return Reproducer(self.part(least.items), found, least.is_minimal, self.num_probes)
 
     def part(self, indices: Sequence[int]) -> Workload:
-        """Some of the requests, their arrivals from the first one on."""
+        """Workload of some of the requests, with arrivals relative to the first of them."""
         chosen = [self._requests[index] for index in indices]
         first = chosen[0].arrival if chosen else 0
         return replace(
@@ -264,7 +264,7 @@ class ReproducerSearch:
         )
 
     def shows(self, indices: tuple[int, ...]) -> bool:
-        """True if these requests alone show a divergence of the same kind, by the same cause."""
+        """True if these requests alone show a divergence of the same kind with the same cause."""
         self.num_probes += 1
         return bool(indices) and all(self._probe(indices, pair) is not None for pair in self._pairs)
 
@@ -280,7 +280,7 @@ class ReproducerSearch:
         return found if found is not None and found.change is self._divergence.change else None
 
     def _enough(self, unfinished: Sequence[int]) -> tuple[int, ...]:
-        """Those unfinished, with as many of the others, latest first, as it takes: none, then ever more."""
+        """The unfinished requests, with as many of the other requests, latest first, as the divergence needs."""
         others = sorted(set(range(len(self._requests))).difference(unfinished), reverse=True)
         count = 0
         while True:

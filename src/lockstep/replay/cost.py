@@ -1,4 +1,4 @@
-"""Step prices: a linear model in whole picoseconds, and the watcher that sees steps beyond what was measured."""
+"""Step prices: define a linear model in whole picoseconds, and detect steps beyond the measured range."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lockstep.replay.workload import PS_PER_MS
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """``step_ps`` = constant, another where prompts move on, and prefill tokens, decoding sequences and context tokens,
-    each times its price.
+    """Linear model of ``step_ps``: a constant, another one for steps with prefill, and prices of prefill tokens,
+    decoding sequences and context tokens.
 
-    Whole numbers, because then a run of equal steps has a closed sum that is exactly that of its steps.
+    Prices are integers, so that the duration of a run of equal steps is exactly the sum of its steps.
     """
 
     constant_ps: int = 10 * PS_PER_MS
     prefill_token_ps: int = 0
-    """For each prompt token that the step computes."""
+    """Price of each prompt token that the step computes."""
     decode_seq_ps: int = 0
-    """For each sequence that computes one token, or a forced segment."""
+    """Price of each sequence that computes one token, or a jump-forward segment."""
     context_token_ps: int = 0
-    """For each position that a row attends to: start + length, summed over rows."""
+    """Price of each position that a row attends to: start + length, summed over rows."""
     prefill_step_ps: int = 0
-    """For a step that computes any prompt token: other kernels, another shape."""
+    """Price of a step that computes any prompt tokens, since it uses other kernels."""
 
     def step_ps(self, num_prefill_tokens: int, num_decode_seqs: int, num_context_tokens: int) -> int:
-        """The duration of one step."""
+        """Duration of one step, in picoseconds."""
         return (
             self.constant_ps
             + self.prefill_token_ps * num_prefill_tokens
@@ -39,12 +39,13 @@ class CostModel:
         )
 
     def run_ps(self, num_steps: int, num_decode_seqs: int, num_context_tokens: int) -> int:
-        """The duration of steps in which the same sequences decode one token each; the context is the first one's."""
+        """Duration of steps in which the same sequences decode one token each; the context is that of the first
+        step."""
         growth = num_decode_seqs * (num_steps * (num_steps - 1) // 2)
         return num_steps * self.step_ps(0, num_decode_seqs, num_context_tokens) + self.context_token_ps * growth
 
     def num_begun_within(self, gap_ps: int, num_steps: int, num_decode_seqs: int, num_context_tokens: int) -> int:
-        """Number of steps of such a run that begin before ``gap_ps`` is over, counted from the first one's begin."""
+        """Number of steps of such a run that begin within ``gap_ps`` after the begin of the first."""
         if gap_ps <= 0:
             return 0
         if not self.context_token_ps:
@@ -55,12 +56,12 @@ class CostModel:
 
 
 Ranges = Mapping[str, tuple[int, int]]
-"""Least and greatest value of each feature that a calibration saw; its names are those of a cost file."""
+"""Measured minimum and maximum of each feature, by its name in cost files."""
 FEATURES = ("prefill tokens", "decoding sequences", "context tokens")
 
 
 class Extrapolation:
-    """A watcher that keeps how much the largest steps compute, of each feature."""
+    """A watcher that records the maximum of each feature over all steps."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._limits = tuple(ranges[name][1] if name in ranges else None for name in FEATURES)
@@ -69,7 +70,7 @@ class Extrapolation:
         self._num_beyond = 0
 
     def __call__(self, tick: Tick) -> None:
-        """Take in the next tick, or run of ticks."""
+        """Add the next tick or run of ticks."""
         plan = tick.plan
         if plan is None:
             return
@@ -81,7 +82,7 @@ class Extrapolation:
             self._num_beyond += tick.num_ticks
 
     def note(self) -> str:
-        """Caveat of the times; empty: every step is of a size that was measured."""
+        """Warning about the times; empty: every step is within the measured range."""
         beyond = [
             f"up to {most:,} {name} (measured: {limit:,})"
             for name, most, limit in zip(FEATURES, self._most, self._limits, strict=True)

@@ -1,4 +1,4 @@
-"""Cost models on disk and in words: prices, their errors, and the recording of their measurement."""
+"""Cost models on disk: defines the file of prices, their errors and their origin, and formats it for people."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lockstep.report.document import Document, Number, Section, Style, Table, Ta
 
 KIND = "lockstep-cost"
 VERSION = 1
-"""Version of the file's form; newer ones are refused."""
+"""Version of the file's form; newer versions are refused."""
 MAX_BYTES = 1 << 20
-"""A cost model has a few kilobytes; what is larger is something else."""
+"""Maximum size of a file; a cost model has a few kilobytes."""
 MAX_TICK_MS = 1e9
-"""Eleven days a step."""
+"""Maximum duration of a step: eleven days."""
 MAX_PRICE_PS = 10**18
-"""Likewise for one token: what is above is no measurement."""
+"""Maximum price of one token."""
 _PS_PER_US = 1e6
 _LABELS = {
     "constant_ps": "each step",
@@ -34,19 +34,19 @@ _LABELS = {
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """Prediction interval of one step: from ``low`` to ``high`` times its prediction."""
+    """Prediction interval of one step: ``low`` to ``high`` times its prediction."""
 
     level: float
-    """The share of steps that it is to contain."""
+    """Share of steps that the interval should contain."""
     low: float
     high: float
     steps: int
-    """Residuals that it is the quantiles of; the fit has not seen them."""
+    """Number of residuals that it was computed from; none of these steps was part of the fit."""
     method: str
 
 
 class Residuals(msgspec.Struct, frozen=True):
-    """Measured by predicted, less one; of the steps that the fit was made on."""
+    """Relative residuals (measured / predicted - 1) of the steps of the fit."""
 
     steps: int
     median: float
@@ -54,17 +54,17 @@ class Residuals(msgspec.Struct, frozen=True):
     p95: float
     mean_absolute: float
     r_squared: float
-    """Share of the variance of step times that is explained."""
+    """Share of the variance of step times that the model explains."""
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """Quality on steps that neither fit nor interval has seen."""
+    """Quality on steps that were used neither for the fit nor for the interval."""
 
     steps: int
     coverage: float
-    """Share within the interval."""
+    """Share of these steps within the interval."""
     total_error: float
-    """Predicted time of all of them by the measured one, less one."""
+    """Error of their total predicted time (predicted / measured - 1)."""
 
 
 class MadeOn(msgspec.Struct, frozen=True):
@@ -75,13 +75,13 @@ class MadeOn(msgspec.Struct, frozen=True):
     model: str
     fingerprint: str
     config: dict[str, Any]
-    """Of the scheduler, where it differs from its defaults."""
+    """Scheduler fields that differ from their defaults."""
     environment: dict[str, str] = {}
-    """Of the executor: threads, precisions and the like."""
+    """Compute environment of the executor: threads, precisions and the like."""
 
 
 class CostFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file. Prices are picoseconds, as in ``CostModel``."""
+    """Contents of a cost file. Prices are in picoseconds, as in ``CostModel``."""
 
     kind: str = KIND
     version: int = VERSION
@@ -94,17 +94,17 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True):
     residuals: Residuals
     held_out: HeldOut
     ranges: dict[str, tuple[int, int]]
-    """Least and greatest value of each feature that was seen; beyond them the model extrapolates."""
+    """Measured minimum and maximum of each feature; outside of them the model extrapolates."""
     made_on: MadeOn
     notes: tuple[str, ...] = ()
 
     def model(self) -> CostModel:
-        """The prices."""
+        """Prices as a cost model."""
         return CostModel(**{field.name: getattr(self, field.name) for field in fields(CostModel)})
 
 
 class _Prices(msgspec.Struct):
-    """Fields that a reader needs; a file written by hand may have no more than the prices."""
+    """Fields that replays need; a file written by hand may have only the prices."""
 
     constant_ps: int
     prefill_token_ps: int
@@ -117,11 +117,11 @@ class _Prices(msgspec.Struct):
 
 
 class Priced(NamedTuple):
-    """Prices of a replay, and where they were measured."""
+    """Prices of a replay, and the measured ranges."""
 
     model: CostModel
     ranges: Ranges
-    """Ranges that the measurement covered; empty: unknown."""
+    """Measured ranges; empty: unknown."""
 
 
 def to_bytes(file: CostFile) -> bytes:
@@ -130,48 +130,48 @@ def to_bytes(file: CostFile) -> bytes:
 
 
 def read_priced(path: str | Path) -> Priced:
-    """The prices of a file and the ranges of their measurement; its other fields are for human readers.
+    """Read the prices of a file and their measured ranges; the other fields are for people.
 
     Raises:
-        UsageError: it cannot be read, is no cost model, of a newer version, or has a price that cannot be.
+        UsageError: the file cannot be read, is not a cost model, is of a newer version, or has an invalid price.
     """
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{path}: the cost model cannot be read: {error.strerror}") from None
+        raise UsageError(f"{path}: cannot read the cost model: {error.strerror}") from None
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{path} is over {MAX_BYTES >> 20} MiB; that is no cost model")
+        raise UsageError(f"{path} is larger than {MAX_BYTES >> 20} MiB, so it is not a cost model")
     try:
         prices = msgspec.json.decode(data, type=_Prices)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is no cost model: {error}; `lockstep calibrate` writes them") from None
+        raise UsageError(f"{path} is not a cost model: {error}; write one with `lockstep calibrate`") from None
     if prices.kind != KIND:
-        raise UsageError(f"{path} is no cost model: its kind is {prices.kind!r}, not {KIND!r}")
+        raise UsageError(f"{path} is not a cost model: its kind is {prices.kind!r}, not {KIND!r}")
     if prices.version > VERSION:
-        raise UsageError(f"{path} has version {prices.version}; this Lockstep reads up to {VERSION}")
+        raise UsageError(f"{path} has version {prices.version}; this Lockstep reads versions up to {VERSION}")
     values = {field.name: getattr(prices, field.name) for field in fields(CostModel)}
     for name, price in values.items():
         if price < 0:
-            raise UsageError(f"{path}: {name} is {price}; no step takes negative time")
+            raise UsageError(f"{path}: {name} is {price}; it must be at least 0")
         if price > MAX_PRICE_PS:
             raise UsageError(f"{path}: {name} is {price}; the maximum is {MAX_PRICE_PS}")
     return Priced(CostModel(**values), prices.ranges)
 
 
 def constant_cost(tick_ms: float) -> CostModel:
-    """Every step takes ``tick_ms``.
+    """Cost model in which every step takes ``tick_ms``.
 
     Raises:
-        UsageError: that is no time.
+        UsageError: ``tick_ms`` is out of range.
     """
     if not 0 <= tick_ms <= MAX_TICK_MS or math.isnan(tick_ms):
-        raise UsageError(f"a step of {tick_ms} ms cannot be; write milliseconds from 0 to {MAX_TICK_MS:,.0f}")
+        raise UsageError(f"a step cannot take {tick_ms} ms; give milliseconds from 0 to {MAX_TICK_MS:,.0f}")
     return CostModel(constant_ps=round(tick_ms * PS_PER_MS))
 
 
 def cost_document(file: CostFile) -> Document:
-    """Prices, and how well they hold, for people."""
+    """Document with the prices and their errors, for people."""
     prices = Table("Prices", (*words("price"), *numbers("microseconds")))
     prices.rows += [(label, Number(getattr(file, name) / _PS_PER_US, Style.SHORT)) for name, label in _LABELS.items()]
     residuals, interval, held_out = file.residuals, file.interval, file.held_out
@@ -187,5 +187,5 @@ def cost_document(file: CostFile) -> Document:
         ("of them within the interval", f"{held_out.coverage:.2%}"),
         ("error of their total time", f"{held_out.total_error:+.2%}"),
     ]
-    title = f"What a step costs: {file.made_on.model} on {file.made_on.machine}"
+    title = f"Step prices: {file.made_on.model} on {file.made_on.machine}"
     return Document(title, [Section("", (Tables([prices, trust]),))], notes=file.notes)

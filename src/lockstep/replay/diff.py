@@ -1,7 +1,7 @@
-"""Diff of two configs, workloads or recordings: the first step that is decided differently.
+"""Diff of two configs, workloads or recordings: finds the first step that differs.
 
-Workloads are simulated, recordings are read. Between two configs on one workload it also finds the cause (the config
-fields that decide) and a reproducer (a few requests that show the same).
+Workloads are simulated, recordings are read. For two configs on one workload it also finds the cause (the config fields
+that decide) and a reproducer (a few requests that show the same).
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from lockstep.worker.flight.entries import (
 )
 
 MAX_CAUSE_WORK = 8_000_000
-"""Bound of the search for the config fields that decide, in units of ``Comparison.work``."""
+"""Maximum work of the search for the deciding config fields, in units of ``Comparison.work``."""
 _COMPARED_FIELDS = (
     ("num_prompt_tokens", "prompt tokens"),
-    ("max_output_tokens", "output tokens at most"),
+    ("max_output_tokens", "maximum output tokens"),
     ("num_output_tokens", "output tokens"),
-    ("priority", "as its priority"),
-    ("tenant", "as its tenant"),
+    ("priority", "priority"),
+    ("tenant", "tenant"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """First step that two sides, A and B, decide differently, and all that is known of it."""
+    """First step that two sides, A and B, decide differently, with its explanation."""
 
     fields: tuple[str, ...]
-    """Names of the config fields in which the sides differ."""
+    """Names of the config fields that differ."""
     num_equal_steps: int
     divergence: Divergence | None
-    """None: every step is the same on both sides."""
+    """Divergence of the sides; None: all steps are equal."""
     a: Snapshot | None = None
     """State of side A at the divergence; None: no divergence, or A has no such step."""
     b: Snapshot | None = None
     """State of side B, likewise."""
     input_difference: str = ""
-    """The first difference of the requests or commands that the sides were given, in words; empty: there is none."""
+    """First difference between the sides' requests or commands, as a sentence; empty: none."""
     num_requests: int = 0
     """Requests of workload A; 0 for recordings."""
     num_arrived: int = 0
@@ -85,7 +85,7 @@ class EngineDiff(NamedTuple):
     engine: int
     name_a: str
     name_b: str
-    """Names of the models that the engine serves in A and in B; empty: that recording has no such engine."""
+    """Names of the models that the engine serves in A and in B; empty: the recording has no such engine."""
     diff: Diff
 
 
@@ -97,10 +97,10 @@ def diff_configs(
     *,
     reproduces: bool = True,
 ) -> Diff:
-    """Run a workload on two configs, and explain the first step that they decide differently.
+    """Simulate a workload with two configs, and explain the first step that they decide differently.
 
     Args:
-        reproduces: whether to look for a few requests that show the same.
+        reproduces: search for a few requests that show the same divergence.
     """
     requests = tuple(workload.requests)
     workload = replace(workload, requests=requests)
@@ -117,9 +117,9 @@ def diff_configs(
 def diff_workloads(
     a: Workload, config_a: SchedulerConfig, b: Workload, config_b: SchedulerConfig, cost: CostModel | None = None
 ) -> Diff:
-    """Run two workloads, and find the first step that is decided differently. Sequences are matched by their number."""
+    """Simulate two workloads, and find the first step that differs. Sequences are matched by their number."""
     side_a, side_b = (replace(workload, requests=tuple(workload.requests)) for workload in (a, b))
-    input_difference = "one has arrivals in ticks, and the other in time"
+    input_difference = "the arrivals of one are in ticks, those of the other in time"
     if a.unit is b.unit:
         input_difference = differing_request(side_a.requests, side_b.requests, a.unit)
     return replace(_diff(side_a, config_a, side_b, config_b, cost), input_difference=input_difference)
@@ -128,7 +128,7 @@ def diff_workloads(
 def _diff(
     a: Workload, config_a: SchedulerConfig, b: Workload, config_b: SchedulerConfig, cost: CostModel | None
 ) -> Diff:
-    """Simulate both sides up to the first step that differs; the cause is left open."""
+    """Simulate both sides up to the first step that differs, without the cause."""
     side_a, side_b = SimulatedSide(Simulation(a, config_a, cost)), SimulatedSide(Simulation(b, config_b, cost))
     found = compare(side_a, side_b)
     divergence, requests = found.divergence, tuple(a.requests)
@@ -147,7 +147,7 @@ def _diff(
 def _cause(
     workload: Workload, a: SchedulerConfig, b: SchedulerConfig, cost: CostModel | None, divergence: Divergence
 ) -> Cause:
-    """Config fields of B with which A decides as B does, up to and including the step of the divergence."""
+    """Config fields of B that make A decide like B, up to and including the step of the divergence."""
     num_steps = divergence.num_equal_steps + 1
     work = 0
 
@@ -172,20 +172,20 @@ def _reproducer(
         alone = taken_over(pair.a, pair.b, cause.names)
         pairs += [replace(pair, b=alone)] if alone is not None else []
     refused = found.a.decision.refused + found.b.decision.refused
-    unfinished = dict.fromkeys(standing.index for standing in found.a.standings.values())
+    unfinished = dict.fromkeys(sequence.index for sequence in found.a.unfinished.values())
     unfinished.update(dict.fromkeys(index for index, request in enumerate(arrived) if request.name in refused))
     return ReproducerSearch(workload, arrived, pairs, found.divergence).run(tuple(unfinished))
 
 
 def diff_traces(a: Trace, b: Trace, engine: int | None = None, max_steps: int | None = None) -> tuple[EngineDiff, ...]:
-    """Compare the engines of two recordings that have the same number.
+    """Compare the engines with the same number in two recordings.
 
     Args:
-        engine: only the one of this number; None: all.
-        max_steps: how many equal steps are enough; None: all.
+        engine: number of the only engine to compare; None: all.
+        max_steps: maximum number of equal steps to compare; None: all.
 
     Raises:
-        TraceError: one has holes, cannot be read on, is not what this version decides, or neither has the engine.
+        TraceError: a recording has gaps, is damaged, differs from this version's decisions, or neither has the engine.
     """
     for trace in (a, b):
         trace.check_unbroken("diff")
@@ -193,7 +193,7 @@ def diff_traces(a: Trace, b: Trace, engine: int | None = None, max_steps: int | 
     numbers = sorted({*engines_a, *engines_b})
     if engine is not None:
         if engine not in numbers:
-            raise TraceError(f"no engine {engine} is in either recording; there are {', '.join(map(str, numbers))}")
+            raise TraceError(f"neither recording has an engine {engine}; they have {', '.join(map(str, numbers))}")
         numbers = [engine]
     return tuple(
         _diff_engine(number, a, engines_a.get(number), b, engines_b.get(number), max_steps) for number in numbers
@@ -224,7 +224,7 @@ def _diff_engine(
 
 
 def _commands(trace: Trace, engine: int, num_steps: int) -> Iterator[Command]:
-    """Commands that an engine had been given when it decided step number ``num_steps``, counted from 0."""
+    """Commands that an engine received before step ``num_steps``, counted from 0."""
     num_seen = 0
     for event in played(trace):
         if isinstance(event, AppliedCommand) and event.engine == engine:
@@ -236,35 +236,35 @@ def _commands(trace: Trace, engine: int, num_steps: int) -> Iterator[Command]:
 
 
 def differing_request(a: Iterable[WorkloadRequest], b: Iterable[WorkloadRequest], unit: ArrivalUnit) -> str:
-    """The first request that two workloads of one unit do not share; empty: there is none."""
+    """First request that differs between two workloads with one unit, as a sentence; empty: none."""
     for number, (x, y) in enumerate(zip_longest(a, b), 1):
         if x is None or y is None:
             longer, request, shorter = ("A", x, "B") if y is None else ("B", y, "A")
-            return f"{longer} has {called(request.name)} as its request {number}, and {shorter} has no more"
+            return f"request {number} is {called(request.name)} in {longer} and missing in {shorter}"
         if x.name != y.name:
-            return f"their request {number} is another: {called(x.name)} in A, and {called(y.name)} in B"
+            return f"request {number} is {called(x.name)} in A and {called(y.name)} in B"
         differing = [
-            f"{getattr(x, field)} {words} in A, and {getattr(y, field)} in B"
+            f"{words}: {getattr(x, field)} in A and {getattr(y, field)} in B"
             for field, words in _COMPARED_FIELDS
             if getattr(x, field) != getattr(y, field)
         ]
         if x.arrival != y.arrival:
-            differing.append(f"it arrives at {_time_of(x.arrival, unit)} in A, and at {_time_of(y.arrival, unit)} in B")
+            differing.append(f"it arrives at {_time_of(x.arrival, unit)} in A and at {_time_of(y.arrival, unit)} in B")
         if x.contents != y.contents:
-            differing.append("its prompt has another content")
+            differing.append("its prompt has different content")
         if differing:
             return f"the inputs differ first in {called(x.name)}: {'; '.join(differing)}"
     return ""
 
 
 def differing_command(a: Iterable[Command], b: Iterable[Command]) -> str:
-    """The first command that two recordings of an engine do not share, or have at another step; empty: none."""
+    """First command that differs between two recordings of an engine, as a sentence; empty: none."""
     for x, y in zip_longest(a, b):
         if x is not None and y is not None and x != y:
-            return f"their commands differ: the first other one of A is {_words_of(x)}, that of B is {_words_of(y)}"
+            return f"their commands differ first in {_command_text(x)} in A and {_command_text(y)} in B"
         if x is None or y is None:
             longer, command, shorter = ("A", x, "B") if y is None else ("B", y, "A")
-            return f"their commands differ: {longer} goes on with {_words_of(command)}, and {shorter} has no more"
+            return f"their commands differ: {shorter} ends, and {longer} has {_command_text(command)}"
     return ""
 
 
@@ -272,7 +272,7 @@ def _time_of(arrival: int, unit: ArrivalUnit) -> str:
     return f"tick {arrival:,}" if unit is ArrivalUnit.TICKS else f"{arrival / PS_PER_MS:,.3f} ms"
 
 
-def _words_of(command: Command) -> str:
+def _command_text(command: Command) -> str:
     at = f"before step {command.step:,}"
     match command:
         case Added():
@@ -285,10 +285,10 @@ def _words_of(command: Command) -> str:
         case Named():
             return f"{len(command.contents):,} blocks of the answer of {called(str(command.seq_id))} to publish {at}"
         case Pinned():
-            return f"{len(command.contents):,} blocks to keep for a session {at}"
+            return f"{len(command.contents):,} blocks to retain for a session {at}"
         case Unpinned():
-            return f"{len(command.contents):,} blocks of a session to give up {at}"
+            return f"{len(command.contents):,} blocks of a session to release {at}"
         case Filled():
-            return f"{len(command.contents):,} blocks of a chain to bring back {at}"
+            return f"{len(command.contents):,} blocks of a chain to load {at}"
         case CacheReset():
-            return f"the prefix cache to forget {at}"
+            return f"a reset of the prefix cache {at}"

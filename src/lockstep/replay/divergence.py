@@ -1,7 +1,7 @@
-"""Divergence of two sides: the first step that they decide differently, what kind of decision differs, and over whom.
+"""Divergence of two sides: finds the first step that they decide differently, and classifies the difference.
 
-A side is a simulation, or an engine of a recording. Both get the same requests, so that a sequence has the same id on
-both until they differ.
+A side is a simulation, or an engine of a recording. Both get the same requests, so a sequence has the same id on both
+until they diverge.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from lockstep.replay.trace import Trace
 from lockstep.replay.workload import PS_PER_US
 
 STEP_WORK = 10
-"""A step costs about as much as so many rows."""
+"""Work of planning one step, in rows."""
 
 
 class Change(Enum):
-    """Kinds of decisions that can differ, in the order in which they are made, which is the order of looking."""
+    """Kinds of decisions that can differ, in the order in which a step makes them. Comparisons use the same order."""
 
     REFUSAL = "refusal"
     """One side refuses a request at its arrival."""
     IDLE = "idle"
-    """One side has nothing to do, or has come to its end."""
+    """One side has no work, or has ended."""
     VICTIM = "victim"
-    """Another sequence is preempted, or only one side preempts any."""
+    """Another sequence is preempted, or only one side preempts a sequence."""
     MOVE = "move"
-    """The same victims, but what they held is kept on the host by one side and dropped by the other."""
+    """The victims are the same, but one side saves their blocks to the host and the other drops them."""
     TURN = "turn"
-    """A running sequence takes part in one side's step and waits in the other's."""
+    """A running sequence takes part in one side's step and waits on the other side."""
     CHUNK = "chunk"
-    """A sequence computes another number of tokens."""
+    """A sequence computes a different number of tokens."""
     RESUMPTION = "resumption"
     """A preempted sequence runs again on one side only."""
     ADMISSION = "admission"
-    """Another request leaves the queue."""
+    """A different request is admitted from the queue."""
     CACHE = "cache"
-    """The same request is admitted, but with another part of its prompt taken from the cache."""
+    """The same request is admitted, with a different part of its prompt from the cache."""
     BLOCK = "block"
-    """The same work in other blocks."""
+    """The same work uses different blocks."""
     END = "end"
-    """Another sequence ends, or for another reason."""
+    """A different sequence ends, or with another reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +55,29 @@ class StepDecision:
     """Decision of one side in one step."""
 
     plan: StepPlan | None
-    """None: nothing ran."""
+    """Plan of the step; None: no step ran."""
     events: StepEvents | None
     refused: tuple[str, ...] = ()
-    """Names of the requests that were refused on arriving before it."""
+    """Names of the requests that were refused when they arrived before this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing, in the order of deciding, that two decisions do not share."""
+    """First difference of two decisions, in the order of deciding."""
 
     change: Change
     only_a: tuple[int, ...]
-    """Ids of sequences (or for refusals their places in ``Decision.refused``) that it happens to on the first side
-    only, or differently on the two sides; for blocks, whose tables differ."""
+    """Ids of the sequences (for refusals: indices in ``StepDecision.refused``) with this decision on side A only, or
+    with a different one on each side. For blocks: sequences whose tables differ."""
     only_b: tuple[int, ...]
 
 
 def difference(a: StepDecision, b: StepDecision) -> Difference | None:
-    """The first difference of the two decisions of a step; None: there is none."""
+    """First difference between two decisions of a step; None: they are equal."""
     if a.refused != b.refused:
-        return Difference(Change.REFUSAL, _places_missing(a.refused, b.refused), _places_missing(b.refused, a.refused))
+        return Difference(
+            Change.REFUSAL, _missing_indices(a.refused, b.refused), _missing_indices(b.refused, a.refused)
+        )
     if a.plan is None or b.plan is None:
         if a.plan is b.plan:
             return None
@@ -93,7 +95,7 @@ def difference(a: StepDecision, b: StepDecision) -> Difference | None:
     )
 
 
-def _places_missing(names: tuple[str, ...], others: tuple[str, ...]) -> tuple[int, ...]:
+def _missing_indices(names: tuple[str, ...], others: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(place for place, name in enumerate(names) if name not in others)
 
 
@@ -102,26 +104,26 @@ def _lists(change: Change, a: tuple[int, ...], b: tuple[int, ...]) -> Difference
         return None
     only_a = tuple(seq_id for seq_id in a if seq_id not in b)
     only_b = tuple(seq_id for seq_id in b if seq_id not in a)
-    if not only_a and not only_b:  # the same in another order
+    if not only_a and not only_b:  # the same ids in another order
         place = next(place for place, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
         only_a, only_b = a[place : place + 1], b[place : place + 1]
     return Difference(change, only_a, only_b)
 
 
 def _moves(a: StepPlan, b: StepPlan) -> Difference | None:
-    """Victims whose blocks go to the host on one side only. Which host blocks they get is a matter of blocks."""
+    """Victims whose blocks are moved to the host on one side only. Different host blocks are a difference of blocks."""
     if [device for device, _ in a.swap_out] == [device for device, _ in b.swap_out]:
         return None
     return Difference(Change.MOVE, a.preempted, b.preempted)
 
 
 def rows_of(plan: StepPlan | None) -> dict[int, Chunk]:
-    """Rows of a plan by their sequences; none where nothing ran."""
+    """Rows of a plan by sequence id; empty if no step ran."""
     return {} if plan is None else {row.seq_id: row for row in plan.chunks()}
 
 
 def _rows(a: StepPlan, b: StepPlan) -> Difference | None:
-    """Rows of sequences that ran before."""
+    """Difference in the rows of sequences that ran before this step."""
     old_a, old_b = (
         {seq_id: row for seq_id, row in rows_of(plan).items() if seq_id not in (*plan.admitted, *plan.resumed)}
         for plan in (a, b)
@@ -137,7 +139,7 @@ def _lengths(pairs: list[tuple[Chunk, Chunk]]) -> Difference | None:
 
 
 def _new_rows(a: StepPlan, b: StepPlan) -> Difference | None:
-    """Rows of sequences that run from this step on; they are the same on both sides."""
+    """Difference in the rows of sequences that run from this step on; these are the same on both sides."""
     rows_a, rows_b = rows_of(a), rows_of(b)
     both = [(rows_a[seq_id], rows_b[seq_id]) for seq_id in rows_a if seq_id in rows_b]
     cached = tuple(x.seq_id for x, y in both if x.start != y.start)
@@ -149,7 +151,7 @@ def _new_rows(a: StepPlan, b: StepPlan) -> Difference | None:
 def _blocks(a: StepPlan, b: StepPlan) -> Difference:
     ids = tuple(
         seq_id for seq_id, x, y in zip(a.seq_ids, a.tables, b.tables, strict=True) if x != y
-    )  # none: only what is given up, or where on the host it goes, differs
+    )  # empty: only the evicted content or the host blocks differ
     return Difference(Change.BLOCK, ids, ids)
 
 
@@ -165,12 +167,12 @@ def _ended(events: StepEvents | None) -> dict[int, FinishReason]:
 
 
 @dataclass(frozen=True, slots=True)
-class DivergencePoint:
-    """Place of one side when the two differed."""
+class SidePosition:
+    """State of one side at the divergence."""
 
     decision: StepDecision
     run_tick: int
-    """First tick of the run of equal steps that the step is in; its own number mostly."""
+    """First tick of the run of equal steps that contains the step; usually the step's tick."""
     tick: int
     start_ps: int
 
@@ -180,9 +182,9 @@ class Divergence:
     """The first step that two sides decide differently."""
 
     num_equal_steps: int
-    """Steps before it, in which both decided the same; idle ones not counted."""
-    a: DivergencePoint
-    b: DivergencePoint
+    """Number of equal steps before it, without idle ticks."""
+    a: SidePosition
+    b: SidePosition
     difference: Difference
 
     @property
@@ -197,34 +199,34 @@ class Comparison:
     divergence: Divergence | None
     num_equal_steps: int
     work: int
-    """Rows that both sides planned, and ``STEP_WORK`` for each plan."""
+    """Rows that both sides planned, plus ``STEP_WORK`` for each plan."""
 
 
 class Side(Protocol):
-    """A source of steps, one of which is next."""
+    """A source of steps with a current step."""
 
     num_left: int
-    """Steps that are equal from the next one on, counted by the side as one; 0: it has come to its end."""
+    """Number of equal steps from the current one on, which the side counts as one run; 0: the side has ended."""
     work: int
 
     def advance(self, num_steps: int) -> None:
-        """Go on by so many steps, at most those that are left."""
+        """Skip ``num_steps`` steps, at most ``num_left``."""
 
     def decision(self) -> StepDecision:
-        """Decision of the next step."""
+        """Decision of the current step."""
 
-    def place(self) -> DivergencePoint:
-        """Place of the next step."""
+    def place(self) -> SidePosition:
+        """Position of the current step."""
 
 
 class SimulatedSide:
-    """A fresh simulation, read step by step although it counts runs of them."""
+    """A new simulation as a side: splits its runs of equal steps into single steps."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._tick: Tick | None = None
         self._offset = 0
-        """Steps of the run that are read already."""
+        """Number of steps of the run that were already read."""
         self._refused: tuple[str, ...] = ()
         self._num_refused = 0
         self.num_left = 0
@@ -243,7 +245,7 @@ class SimulatedSide:
                 self.work += STEP_WORK + len(tick.plan.seq_ids)
 
     def decision(self) -> StepDecision:
-        """The next step's. Later ones of a run are the first, so much further on."""
+        """Decision of the current step. Later steps of a run are the first one, moved by the offset."""
         plan, events = (None, None) if self._tick is None else (self._tick.plan, self._tick.events)
         if plan is None or events is None or self._offset == 0:
             return StepDecision(plan, events, self._refused if self._offset == 0 else ())
@@ -252,19 +254,17 @@ class SimulatedSide:
         later = replace(plan, step=step, starts=starts, evicted=(), admitted=(), resumed=(), preempted=())
         return StepDecision(later, StepEvents(step, (), events.num_tokens))
 
-    def place(self) -> DivergencePoint:
-        """The next step's; times within a run are those of its first step when the run has only that."""
+    def place(self) -> SidePosition:
+        """Position of the current step; within a run, times are those of the run's first step."""
         tick = self._tick
         if tick is None:
-            return DivergencePoint(
-                self.decision(), self._simulation.tick, self._simulation.tick, self._simulation.now_ps
-            )
+            return SidePosition(self.decision(), self._simulation.tick, self._simulation.tick, self._simulation.now_ps)
         start_ps = tick.start_ps + tick.duration_ps * self._offset // tick.num_ticks
-        return DivergencePoint(self.decision(), tick.tick, tick.tick + self._offset, start_ps)
+        return SidePosition(self.decision(), tick.tick, tick.tick + self._offset, start_ps)
 
 
 class RecordedSide:
-    """An engine of a recording, whose steps are decided again; its ticks are its steps."""
+    """A recorded engine as a side: the scheduler decides its steps again. Its ticks are its steps."""
 
     work = 0
 
@@ -282,16 +282,16 @@ class RecordedSide:
     def decision(self) -> StepDecision:
         return StepDecision(None, None) if self._step is None else StepDecision(self._step.plan, self._step.events)
 
-    def place(self) -> DivergencePoint:
+    def place(self) -> SidePosition:
         start_us = 0 if self._step is None else self._step.timing.start_us
-        return DivergencePoint(self.decision(), self._num_steps, self._num_steps, start_us * PS_PER_US)
+        return SidePosition(self.decision(), self._num_steps, self._num_steps, start_us * PS_PER_US)
 
 
 def compare(a: Side, b: Side, max_steps: int | None = None) -> Comparison:
-    """Run both until they decide a step differently, or both are over.
+    """Run both sides until they decide a step differently, or both have ended.
 
     Args:
-        max_steps: how many equal steps are enough; None: all.
+        max_steps: maximum number of equal steps to compare; None: all.
     """
     num_equal = 0
     while True:

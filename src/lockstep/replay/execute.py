@@ -1,5 +1,4 @@
-"""A recording with content, computed again: the model gets the recorded requests at the recorded steps, in another
-process and at another time, and every token is compared."""
+"""Execution of a recording with content: runs the model on the recorded steps again, and compares every token."""
 
 from __future__ import annotations
 
@@ -44,46 +43,46 @@ from lockstep.worker.flight.entries import (
 )
 
 Rows = Sequence[tuple[int, ...]]
-MAX_KEPT_BYTES = 1 << 30
-"""KV of sessions that may come back."""
+MAX_RETAINED_BYTES = 1 << 30
+"""Maximum bytes of retained KV of sessions."""
 
 
 @dataclass(slots=True)
 class Execution:
-    """Result of computing one engine's recording again."""
+    """Result of executing one engine's recording."""
 
     engine: EngineEntry
     notes: list[str] = field(default_factory=list)
-    """In what this machine or process is not the recorded one."""
+    """Differences between this machine or process and the recorded one."""
     num_steps: int = 0
     num_requests: int = 0
     num_tokens: int = 0
-    """That are equal."""
+    """Number of equal tokens."""
     diverged: DivergedError | None = None
-    """The first thing that is not computed as it was recorded; None: everything is."""
+    """First difference from the recording; None: none."""
     request: RequestTokens | None = None
     """The only request that is compared; None: all requests are."""
 
 
 @dataclass(slots=True)
 class RequestTokens:
-    """One request of an engine: the sequences that it is, and those of its tokens that are equal."""
+    """One request of an engine: its sequences, and the number of its equal tokens."""
 
     name: str
     sequences: set[int]
-    """Ids of its first sequences; with those of their siblings, once they have come."""
+    """Ids of its first sequences, and of their siblings once these were added."""
     open: set[int]
-    """Those of them that have not ended."""
+    """Ids of the sequences that have not ended."""
     num_tokens: int = 0
 
 
 class _Listener:
-    """`RecorderHook` of the engine that computes: the requests that it took, and the tokens of its last step."""
+    """`RecorderHook` of the executing engine: collects its added requests and the tokens of its last step."""
 
     def __init__(self) -> None:
         self.added_requests: deque[tuple[int, Request]] = deque()
         self.answers: dict[int, Sequence[bytes]] = {}
-        """Block hashes of answers by sequence, until they are taken."""
+        """Block hashes of answers by sequence, until they are read."""
         self._rows: Rows | None = None
 
     def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None: ...
@@ -115,13 +114,13 @@ class _Listener:
         self._rows = None
 
     def take_rows(self) -> Rows | None:
-        """Tokens of each row that sampled in the last step; None: it failed, or there was none."""
+        """Tokens of each row that sampled in the last step; None: it failed, or no step ran."""
         rows, self._rows = self._rows, None
         return rows
 
 
 class _Engine:
-    """The engine that computes, driven by one engine's recording."""
+    """The executing engine, driven by one engine's recording."""
 
     def __init__(self, model: LoadedModel, execution: Execution) -> None:
         self._hook = _Listener()
@@ -134,15 +133,15 @@ class _Engine:
         )
         self._execution = execution
         self._requests: dict[int, GenerationRequest] = {}
-        """By the id of their first sequence, until that is added."""
+        """Requests by the id of their first sequence, until that is added."""
         self._request_of: dict[int, int] = {}
-        """Sequence to request."""
+        """Request id of each sequence."""
         self._named: dict[int, tuple[int, ...]] = {}
         """Contents of the blocks of answers by sequence, until their hashes are known."""
         self._hashes: dict[int, bytes] = {}
-        """By the ids of block contents."""
-        self._kept: dict[bytes, Blocks] = {}
-        """What sessions may come back for."""
+        """Block hashes by recorded content id."""
+        self._retained: dict[bytes, Blocks] = {}
+        """Contents of blocks that a session may need again, by hash."""
         self._step = 0
 
     def take(self, event: RequestEntry | AppliedCommand | DecidedStep) -> None:
@@ -157,7 +156,7 @@ class _Engine:
                 request_id = self._request_of.get(aborted.seq_id)
                 if request_id is not None:
                     self._engine.abort(request_id)
-            case AppliedCommand(_, Named() as named):  # the engine here names the same blocks, when it gets there
+            case AppliedCommand(_, Named() as named):  # this engine names the same blocks when it reaches that step
                 self._named[named.seq_id] = named.contents
             case AppliedCommand(_, Filled() as filled):
                 self._engine.drain()
@@ -168,21 +167,21 @@ class _Engine:
                 self._learn_answers()
                 apply_to_cache(self._engine.scheduler, command, self._hashes.__getitem__)
                 if isinstance(command, Pinned):
-                    self._keep([self._hashes[content] for content in command.contents])
+                    self._retain([self._hashes[content] for content in command.contents])
             case DecidedStep():
                 self._compute(event)
 
     def _add(self, added: Added) -> None:
         request_id = added.seq_id if added.request.sibling_of is None else added.request.sibling_of
         self._request_of[added.seq_id] = request_id
-        asked = self._execution.request
-        if asked is not None and added.request.sibling_of in asked.sequences:
-            asked.sequences.add(added.seq_id)
-            asked.open.add(added.seq_id)
+        selected = self._execution.request
+        if selected is not None and added.request.sibling_of in selected.sequences:
+            selected.sequences.add(added.seq_id)
+            selected.open.add(added.seq_id)
         if added.request.sibling_of is None:
             request = self._requests.pop(added.seq_id, None)
             if request is None:
-                self._differ(f"the recording holds no content of the request of sequence {added.seq_id}")
+                self._differ(f"the recording has no content for the request of sequence {added.seq_id}")
             request = replace(request, priority=added.request.priority, tenant=str(added.tenant))
             try:
                 self._engine.submit(request, lambda output: None, request_id=request_id)
@@ -191,40 +190,40 @@ class _Engine:
             self._execution.num_requests += 1
         self._engine.drain()
         if not self._hook.added_requests:
-            self._differ(f"the request of sequence {added.seq_id} was taken then, and is not now")
+            self._differ(f"the request of sequence {added.seq_id} is not accepted here")
         seq_id, core_request = self._hook.added_requests.popleft()
         if seq_id != added.seq_id or core_request.num_prompt_tokens != added.request.num_prompt_tokens:
             self._differ(
-                f"sequence {added.seq_id} of {added.request.num_prompt_tokens} prompt tokens came; "
-                f"here it is {seq_id} of {core_request.num_prompt_tokens}"
+                f"recorded was sequence {added.seq_id} with {added.request.num_prompt_tokens} prompt tokens; "
+                f"here it is {seq_id} with {core_request.num_prompt_tokens}"
             )
         self._hashes.update(zip(added.contents, core_request.block_hashes, strict=False))
 
     def _learn_answers(self) -> None:
-        """Take over which hashes the blocks of answers have here that were named since the last call."""
+        """Assign the hashes computed here to the recorded blocks of answers that were named since the last call."""
         for seq_id, contents in self._named.items():
             hashes = self._hook.answers.pop(seq_id, ())
             if len(hashes) != len(contents):
-                self._differ(f"{len(contents)} blocks of sequence {seq_id}'s answer were named; here {len(hashes)}")
+                self._differ(f"sequence {seq_id}'s answer has {len(contents)} recorded blocks; here {len(hashes)}")
             self._hashes.update(zip(contents, hashes, strict=True))
         self._named.clear()
 
-    def _keep(self, hashes: Sequence[bytes]) -> None:
-        """Copy what a session may come back for, as the server did."""
+    def _retain(self, hashes: Sequence[bytes]) -> None:
+        """Copy the blocks that a session may need again, as the server did."""
         executor = self._engine.model.executor
         for block_hash, block in zip(hashes, self._engine.scheduler.cached_blocks(hashes), strict=True):
-            if block is not None and len(self._kept) * executor.geometry.bytes_per_block < MAX_KEPT_BYTES:
-                self._kept.setdefault(block_hash, executor.read_blocks([block]))
+            if block is not None and len(self._retained) * executor.geometry.bytes_per_block < MAX_RETAINED_BYTES:
+                self._retained.setdefault(block_hash, executor.read_blocks([block]))
 
     def _fill(self, filled: Filled) -> None:
         hashes = [self._hashes[content] for content in filled.contents if content in self._hashes]
-        if len(hashes) < len(filled.contents) or any(each not in self._kept for each in hashes[filled.start :]):
+        if len(hashes) < len(filled.contents) or any(each not in self._retained for each in hashes[filled.start :]):
             raise TraceError(
-                f"before step {filled.step:,} KV came back that an earlier run had computed, or more than is kept here "
-                f"({MAX_KEPT_BYTES >> 30} GiB): such a run can be verified (--verify), but not computed again"
+                f"before step {filled.step:,} the recording loads KV of an earlier run, or more than the "
+                f"{MAX_RETAINED_BYTES >> 30} GiB that are retained here; use --verify instead"
             )
         for place, block in self._engine.scheduler.fill(hashes, filled.start):
-            self._engine.model.executor.write_blocks([block], self._kept[hashes[place]])
+            self._engine.model.executor.write_blocks([block], self._retained[hashes[place]])
 
     def _compute(self, step: DecidedStep) -> None:
         self._step = step.plan.step
@@ -235,16 +234,16 @@ class _Engine:
         self._execution.num_steps += 1
         if step.events is None:
             if rows is not None:
-                self._differ("the step failed then, and does not now")
+                self._differ("the recorded step failed; here it does not")
             return
         if rows is None:
-            self._differ("the step fails here, and did not then")
+            self._differ("the step fails here; the recorded step did not")
         if self._plans[0] != step.plan:
-            self._differ("the engine computes another plan than was recorded", step.plan, self._plans[0])
+            self._differ("the engine's plan differs from the recorded one", step.plan, self._plans[0])
         sampling = compress(step.plan.seq_ids, step.plan.samples)
         for seq_id, tokens in zip(sampling, rows, strict=True):
             if (recorded := step.tokens.get(seq_id, ())) != tuple(tokens):
-                self._differ(f"sequence {seq_id} got the tokens {list(recorded)}, and gets {list(tokens)} here")
+                self._differ(f"sequence {seq_id} has the recorded tokens {list(recorded)}; here {list(tokens)}")
         self._execution.num_tokens += sum(map(len, step.tokens.values()))
         if (request := self._execution.request) is not None:
             request.num_tokens += sum(len(step.tokens.get(seq_id, ())) for seq_id in request.sequences)
@@ -256,7 +255,7 @@ class _Engine:
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
-    """Use that an execution makes of the machine; it changes no bit. None: by default."""
+    """Machine options of an execution, which change no bit of the result. None: the default."""
 
     threads: int | None = None
     isa: str | None = None
@@ -273,46 +272,46 @@ def execute(
     request: str | None = None,
     machine: MachineOptions = AS_RECORDED,
 ) -> Iterator[Execution]:
-    """Compute the engines of a recording that have a model's artifact, one after the other.
+    """Execute the engines of a recording that use a model's artifact, one after the other.
 
     Args:
-        source: of the model, as for `load_model`.
-        cache_dir: where built graphs are kept; None: as for serving.
-        request: the caller's name for one request: only the engines that had it are computed, each of them to the
-            request's end with all requests beside it; None: everything is.
-        machine: how it is computed here, where that is not to change a bit.
+        source: model source, as for `load_model`.
+        cache_dir: folder of built files; None: that of serving.
+        request: caller's name of one request. Only engines with that request are executed, up to its end, together with
+            all concurrent requests. None: all engines and requests.
+        machine: options of this machine that change no bit.
 
     Raises:
-        TraceError: the recording has no content, not its beginning, no engine of this model, or no such request; or
-            cannot be read on.
-        LockstepError: the model cannot be loaded as it was.
+        TraceError: the recording has no content, lacks its beginning, has no engine of this model or no such request,
+            or is damaged.
+        LockstepError: the model cannot be loaded as recorded.
     """
     _check_complete(trace)
     fingerprint = _fingerprint_of(source, cache_dir)
     engines = [engine for engine in trace.engines if engine.fingerprint == fingerprint]
     if not engines:
         recorded = ", ".join(f"{engine.name} ({engine.fingerprint})" for engine in trace.engines)
-        raise TraceError(f"{source} has the fingerprint {fingerprint}, but the recording is of {recorded}")
+        raise TraceError(f"{source} has the fingerprint {fingerprint}, but the recording has the models {recorded}")
     sequences = {} if request is None else _sequences_of(trace, request)
     if request is not None:
         engines = [engine for engine in engines if engine.number in sequences]
         if not engines:
-            raise TraceError(f"{trace.files[0].parent}: no request {request!r} of this model is recorded there")
+            raise TraceError(f"{trace.files[0].parent}: the recording has no request {request!r} of this model")
     for engine in engines:
         model, config = load_model(source, _load_options(engine, cache_dir, machine))
         try:
             differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(engine.config, f.name)]
             if differing:
                 raise TraceError(f"{source} cannot be loaded here as it was recorded: {', '.join(differing)} differ")
-            asked = sequences.get(engine.number)
-            asking = None if request is None or asked is None else RequestTokens(request, set(asked), asked)
-            yield _execute(trace, engine, model, asking)
+            selected = sequences.get(engine.number)
+            tokens = None if request is None or selected is None else RequestTokens(request, set(selected), selected)
+            yield _execute(trace, engine, model, tokens)
         finally:
             model.close()
 
 
 def describe(execution: Execution) -> Iterator[str]:
-    """The verdict, line by line; the first is the short one."""
+    """Verdict as lines; the first is a summary."""
     engine, diverged, request = execution.engine, execution.diverged, execution.request
     what = f"{execution.num_tokens:,} tokens of {execution.num_requests:,} requests"
     if request is not None:
@@ -326,7 +325,7 @@ def describe(execution: Execution) -> Iterator[str]:
 
 
 def facts(execution: Execution) -> dict[str, Any]:
-    """The verdict as an object."""
+    """Verdict as an object."""
     return {
         "engine": execution.engine.number,
         "name": execution.engine.name,
@@ -350,7 +349,7 @@ def _request_facts(request: RequestTokens) -> dict[str, Any]:
 
 
 def _sequences_of(trace: Trace, request: str) -> dict[int, set[int]]:
-    """First sequences of a request by engine, by the caller's name for it."""
+    """First sequences of a request by engine, by the caller's name of the request."""
     found: dict[int, set[int]] = {}
     for entry in trace.entries():
         if isinstance(entry, RequestDigest) and entry.external_id == request:
@@ -364,7 +363,7 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel, request: Req
     execution = Execution(
         engine,
         [
-            f"{name} is {here.get(name)!r} here and was {engine.environment.get(name)!r}"
+            f"{name} is {here.get(name)!r} here and {engine.environment.get(name)!r} in the recording"
             for name in names
             if here.get(name) != engine.environment.get(name)
         ],
@@ -385,12 +384,12 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel, request: Req
 def _check_complete(trace: Trace) -> None:
     if not trace.header.has_content:
         raise TraceError(
-            f"{trace.files[0]}: it has no content to compute again; record with --trace-content (--verify needs none)"
+            f"{trace.files[0]}: no content to execute; record with --trace-content (--verify needs no content)"
         )
     if not trace.has_beginning:
-        raise TraceError(f"{trace.files[0]}: it begins in the middle of a run; its first files were deleted")
+        raise TraceError(f"{trace.files[0]}: the first files of the run were deleted; --execute needs them")
     if trace.num_runs > 1:
-        raise TraceError(f"{trace.files[0].parent}: {trace.num_runs} runs were recorded there; name the files of one")
+        raise TraceError(f"{trace.files[0].parent}: the folder has {trace.num_runs} runs; name the files of one run")
     trace.check_unbroken("--execute")
 
 
@@ -401,7 +400,7 @@ def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
 
 
 def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineOptions) -> LoadOptions:
-    """The recorded options of the model, as far as the recording has them, with the compute options of this machine."""
+    """Recorded options of the model, as far as known, with this machine's compute options."""
     config, environment = engine.config, engine.environment
     options = EngineOptions(
         max_model_len=config.max_model_len,

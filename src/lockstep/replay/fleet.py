@@ -1,8 +1,8 @@
-"""Fleet: a workload on several replicas of one model, each with the real scheduler, behind the real balancer.
+"""Fleet: simulates a workload on several replicas of one model, with the serving scheduler and balancer.
 
-All replicas share one logical clock. When a request arrives, every replica has begun all steps that begin before, and
-the balancer has the results of all steps that have ended. So it decides as a gateway to which replicas report without
-delay.
+All replicas share one logical clock. When a request arrives, every replica has begun all steps that begin before the
+arrival, and the balancer has the results of all steps that have ended. The balancer therefore decides like a gateway
+whose replicas report without delay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.spelling import did_you_mean, listed
 
 MAX_REPLICAS = 1024
 VERSION = 1
-"""Version of the report's form; it grows when a field changes its meaning or goes."""
+"""Version of the report's form; it increases when a field is removed or changes its meaning."""
 _END_OF_TIME_PS = 1 << 62
 _PS_PER_S = 1000 * PS_PER_MS
 
@@ -44,31 +44,31 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     routing: str
     max_imbalance: int
     config: dict[str, Any]
-    """Of each replica's scheduler."""
+    """Scheduler config of each replica."""
     cost_ps: dict[str, int]
     requests: int
     requests_completed: int
     requests_refused: int
     duration_ms: float
     requests_per_s: float
-    """Completed, by logical time; likewise the next."""
+    """Completed requests per second of logical time."""
     output_tokens_per_s: float
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     prefix_hit_rate: float
     latency_ms: Latencies
     routed_by: dict[str, int]
-    """Requests by what decided on their replica."""
+    """Number of requests by the reason for the choice of their replica."""
     requests_least: int
-    """Requests of the replica that got the fewest; likewise the next two."""
+    """Number of requests of the replica with the fewest."""
     requests_most: int
     requests_spread: float
-    """Standard deviation over replicas by the mean: 0 is even."""
+    """Standard deviation over replicas divided by the mean; 0: evenly distributed."""
     busy_least: float
-    """Share of the time in which the replica that computed least computed; likewise the next."""
+    """Share of the time in which the least busy replica computed."""
     busy_most: float
     fingerprint: str
-    """Digest of every route and of every replica's decisions."""
+    """Digest of all routes and of all replicas' decisions."""
     notes: tuple[str, ...]
 
 
@@ -76,17 +76,17 @@ class Fleet:
     """One run of a workload on several replicas.
 
     Args:
-        cost: how long a step takes; None: 10 ms, whatever it computes.
+        cost: step prices; None: 10 ms per step.
 
     Raises:
-        UsageError: arrivals that count ticks, which have no meaning where each replica has steps of its own.
+        UsageError: arrivals in ticks, which have no common meaning for several replicas.
     """
 
     def __init__(
         self, workload: Workload, config: SchedulerConfig, balancer: Balancer, cost: CostModel | None = None
     ) -> None:
         if workload.unit is not ArrivalUnit.PS:
-            raise UsageError(f"{workload.name}: its requests arrive in ticks, and replicas have steps of their own")
+            raise UsageError(f"{workload.name}: its requests arrive in ticks; a fleet needs arrivals in time")
         self.workload = workload
         self.balancer = balancer
         alone = replace(workload, requests=())
@@ -99,9 +99,9 @@ class Fleet:
         """Number of the replica of each request so far, in the workload's order."""
         self._why = dict.fromkeys(Why, 0)
         self._busy: list[tuple[int, int]] = []
-        """When the next step of each replica begins that has anything to do; a heap."""
+        """Heap of the begin of each busy replica's next step."""
         self._ended: list[tuple[int, int, int, tuple[ContentNews, ...]]] = []
-        """News for the balancer: end of a step, its replica, how many requests ended, contents; a heap."""
+        """Heap of reports to the balancer: end of a step, its replica, number of ended requests, content changes."""
 
     def run(self) -> FleetReport:
         """Run to the end of the workload."""
@@ -130,13 +130,13 @@ class Fleet:
         return self._report([each.replay() for each in self.replicas])
 
     def _advance(self, until_ps: int) -> None:
-        """Begin all steps that begin before a time, and give the balancer the results of those that ended by then."""
+        """Begin all steps that begin before a time, and report the steps that ended by then to the balancer."""
         busy, ended = self._busy, self._ended
         while busy and busy[0][0] < until_ps:
             _, number = busy[0]
             replica = self.replicas[number]
             tick = replica.advance(until_ps)
-            assert tick is not None, "a replica without work is not among the busy ones"
+            assert tick is not None, "a busy replica has work"
             num_ended = 0 if tick.events is None else len(tick.events.finished)
             news = replica.scheduler.drain_contents()
             if num_ended or news:
@@ -201,7 +201,7 @@ def run_fleets(
     cost: CostModel | None = None,
     max_imbalance: int = 4,
 ) -> tuple[FleetReport, ...]:
-    """The same workload under each policy."""
+    """Run the same workload with each routing policy."""
     if not 1 <= num_replicas <= MAX_REPLICAS:
         raise UsageError(f"--replicas is {num_replicas}; a fleet has 1 to {MAX_REPLICAS}")
     kept = replace(workload, requests=tuple(workload.requests))
@@ -211,22 +211,22 @@ def run_fleets(
 
 
 def policies_of(text: str) -> tuple[RoutingPolicy, ...]:
-    """``prefix,round_robin`` as policies.
+    """Parse routing policies, such as ``prefix,round_robin``.
 
     Raises:
-        UsageError: one is not known, or named twice.
+        UsageError: a policy is unknown or named twice.
     """
     names = text.replace(",", " ").split()
     known = [policy.value for policy in RoutingPolicy]
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise UsageError(f"--routing has {name!r}; {hint or f'there are {listed(known)}'}")
+            raise UsageError(f"--routing has {name!r}; {hint or f'the policies are {listed(known)}'}")
     if not names or len(dict.fromkeys(names)) < len(names):
         raise UsageError(f"--routing is {text!r}; name each policy once, such as prefix,round_robin")
     return tuple([RoutingPolicy(name) for name in names])
 
 
 def to_json(reports: tuple[FleetReport, ...]) -> bytes:
-    """Indented JSON: a list, with a newline at its end."""
+    """Indented JSON list with a final newline."""
     return msgspec.json.format(msgspec.json.encode(reports), indent=2) + b"\n"

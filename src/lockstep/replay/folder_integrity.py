@@ -1,4 +1,4 @@
-"""Recording folders against their manifests: what was changed, cut, removed or added since a recorder listed it."""
+"""Integrity of recording folders: compares files with their manifests to find changed, cut, missing and added ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.worker.flight.folder import (
 )
 
 SUFFIXES = (SUFFIX, PLAN_SUFFIX, ROUTE_SUFFIX, TEXT_SUFFIX)
-"""Suffixes of the files that a manifest lists; other files in a folder are not ours."""
+"""Suffixes of the files that a manifest lists. Other files in a folder are ignored."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -30,10 +30,10 @@ def folder_findings(path: Path, noted: Sequence[Finding] = (), simulated: Collec
     """Files of a recording that differ from what its manifests list.
 
     Args:
-        path: a folder or one file; of a single file, only the file and the texts beside it are checked, and only where
-            a manifest lists them.
+        path: a folder or one file. For one file, only it and its text files are checked, and only if a manifest lists
+            them.
         noted: known faults; their files are not reported again.
-        simulated: names of files that need no manifest, because a replay wrote them or because they are empty.
+        simulated: names of files that need no manifest: written by a replay, or empty.
 
     Raises:
         TraceError: a manifest was changed, is of another version, or cannot be read.
@@ -49,7 +49,7 @@ def _in_folder(folder: Path, simulated: Collection[str]) -> Iterator[Finding]:
     present = [path.name for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
     if not listed and not manifest_files(folder):
         if any(name not in simulated for name in present):
-            what = f"the manifest of the recording (*{MANIFEST_SUFFIX}) is missing; it belongs beside the files"
+            what = f"the manifest of the recording (*{MANIFEST_SUFFIX}) is missing; put it back beside the files"
             yield Finding(Kind.MISSING, MANIFEST_SUFFIX, what)
         return
     for name in present:
@@ -59,7 +59,7 @@ def _in_folder(folder: Path, simulated: Collection[str]) -> Iterator[Finding]:
             yield Finding(Kind.ADDED, name, f"{name} was added: no manifest of the folder lists it")
     missing = [name for name, lines in listed.items() if name not in present and _is_expected(lines)]
     if missing:
-        listed = _listed(folder)  # a server that records there may have deleted it meanwhile
+        listed = _listed(folder)  # a recording server may have deleted the file meanwhile
     for name in missing:
         if _is_expected(listed.get(name, ())):
             yield Finding(Kind.MISSING, name, f"{name} is missing: the folder's manifest lists it")
@@ -76,7 +76,7 @@ def _alone(path: Path) -> Iterator[Finding]:
 
 
 def _listed(folder: Path) -> dict[str, list[Listed]]:
-    """Entries of the folder's manifests, by name of the file."""
+    """Manifest entries of the folder by file name."""
     listed: dict[str, list[Listed]] = {}
     for path in manifest_files(folder):
         for name, line in read_manifest(path).files.items():
@@ -85,27 +85,27 @@ def _listed(folder: Path) -> dict[str, list[Listed]]:
 
 
 def _is_expected(lines: Sequence[Listed]) -> bool:
-    """True if something of a file has to be there: no recorder deleted it, and it had any bytes."""
+    """True if a file with bytes must exist: its entries list some, and no recorder deleted it."""
     return any(line.num_bytes for line in lines) and all(line.state is not State.DELETED for line in lines)
 
 
 def _difference(path: Path, lines: Sequence[Listed]) -> Iterator[Finding]:
-    """The finding about a file that is like none of its lines."""
+    """Finding about a file that matches none of its manifest entries."""
     try:
         size = path.stat().st_size
         if any(_matches(path, size, line) for line in lines):
             return
-    except FileNotFoundError:  # deleted by a server that records there
+    except FileNotFoundError:  # deleted by a recording server
         return
     except OSError as error:
-        raise TraceError(f"{path}: it cannot be read: {error.strerror}") from error
+        raise TraceError(f"{path}: cannot read the file: {error.strerror}") from error
     num_bytes = lines[-1].num_bytes
     if size < num_bytes:
         kind = Kind.CUT if size else Kind.EMPTY
         what = f"{path.name} was cut: it has {size:,} bytes of the {num_bytes:,} that the folder's manifest lists"
         yield Finding(kind, path.name, what, byte=size)
     else:
-        what = f"{path.name} was changed: it is not the file that the folder's manifest lists"
+        what = f"{path.name} was changed: it differs from the file in the folder's manifest"
         yield Finding(Kind.CHANGED, path.name, what)
 
 

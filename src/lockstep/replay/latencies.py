@@ -1,16 +1,16 @@
-"""Distributions of times from outcomes. Exact: whole numbers are sorted and counted, and divided once at the end.
+"""Latency distributions of requests: computed exactly, from sorted integers with one division at the end.
 
-A request's times, from its arrival on (which is the begin of its arrival tick where arrivals count ticks):
+Times of a request, counted from its arrival (the begin of its arrival tick, if arrivals are in ticks):
 
-- ``ttft`` to the end of the step that brought its first token;
-- ``e2e`` to the end of its last step;
-- ``queue`` to the begin of the step that admitted it;
-- ``tpot`` from its first token to its last, divided by the tokens after the first; requests of one token have none;
-- ``itl`` is no request's but each single gap between two tokens of one, rounded down to microseconds; its mean is not
-  rounded.
+- ``ttft``: to the end of the step with its first token;
+- ``e2e``: to the end of its last step;
+- ``queue``: to the begin of the step that admitted it;
+- ``tpot``: from its first token to its last, divided by the tokens after the first; requests of one token have none;
+- ``itl``: each gap between two consecutive tokens of a request, rounded down to microseconds, over all requests; its
+  mean is not rounded.
 
-A time that spans ticks ``a`` to ``b`` whole is ``b - a + 1`` ticks. The percentile ``p`` is the least value that at
-least ``p`` percent do not exceed (nearest rank), so every percentile is a time that was observed.
+The time from tick ``a`` through tick ``b`` is ``b - a + 1`` ticks. The percentile ``p`` is the smallest value that at
+least ``p`` percent of the values do not exceed (nearest rank), so every percentile is an observed time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lockstep.replay.timeline import Course, RequestOutcome
 from lockstep.replay.workload import PS_PER_MS
 
 DIGITS = 6
-"""Decimals of every figure that is no whole number."""
+"""Decimals of every figure that is not an integer."""
 _PERCENTS = (50, 90, 95, 99)
 _MICROTICKS = 1_000_000
-"""Per tick: mean times per token are whole millionths of ticks."""
+"""Parts of a tick: mean times per token are counted in millionths of ticks."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Latencies(msgspec.Struct, frozen=True):
-    """One unit's distributions; None where no request has such a time."""
+    """Distributions in one unit; None if no request has such a time."""
 
     ttft: Distribution | None
     tpot: Distribution | None
@@ -52,24 +52,24 @@ class Latencies(msgspec.Struct, frozen=True):
 
 
 def latencies_in_ticks(done: Iterable[RequestOutcome], gaps: Gaps) -> Latencies:
-    """Latencies of the requests that were completed."""
+    """Latencies of completed requests, in ticks."""
     return _latencies([each.in_ticks for each in done], gaps.by_ticks, per_unit=1, per_gap=1, scale=_MICROTICKS)
 
 
 def latencies_in_ms(done: Iterable[RequestOutcome], gaps: Gaps) -> Latencies:
-    """Latencies of the requests that were completed."""
+    """Latencies of completed requests, in milliseconds."""
     return _latencies([each.in_ps for each in done], gaps.by_us, per_unit=PS_PER_MS, per_gap=GAP_QUANTUM_PS, scale=1)
 
 
 def _latencies(
     courses: Sequence[Course], gaps: Mapping[int, int], *, per_unit: int, per_gap: int, scale: int
 ) -> Latencies:
-    """Distributions of one unit.
+    """Distributions in one unit.
 
     Args:
-        per_unit: how much of the courses' unit is one of the figures'.
-        per_gap: how much of it is one of those that gaps are counted by.
-        scale: parts of it in which means of a request are counted.
+        per_unit: units of the courses per unit of the result.
+        per_gap: units of the courses per unit of the counted gaps.
+        scale: resolution of a request's mean times, in parts of a unit.
     """
     return Latencies(
         ttft=distribution([each.ttft for each in courses], per_unit),
@@ -81,21 +81,21 @@ def _latencies(
 
 
 def ratio(numerator: int | float, denominator: int | float) -> float:
-    """A quotient as reports write it; 0 where there is nothing to divide by."""
+    """Quotient as in reports; 0 if the denominator is 0."""
     return round(numerator / denominator, DIGITS) if denominator else 0.0
 
 
 def distribution(values: list[int], per_unit: int) -> Distribution | None:
-    """Distribution of single values; None: there are none.
+    """Distribution of single values; None: no values.
 
     Args:
-        per_unit: how many of the values' units make one of the figures'.
+        per_unit: units of the values per unit of the result.
     """
     return _of_counts(Counter(values), per_unit, sum(values), per_unit)
 
 
 def _of_counts(counts: Mapping[int, int], per_unit: int, total: int, total_per_unit: int) -> Distribution | None:
-    """Distribution of values by their counts, and the exact sum of all of them; None: there are none."""
+    """Distribution of counted values with an exact total; None: no values."""
     number = sum(counts.values())
     if not number:
         return None

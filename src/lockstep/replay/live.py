@@ -1,4 +1,4 @@
-"""Figures of a recorded run: its steps, its requests, and these as a workload."""
+"""Figures of a recorded run: its steps and requests, and a workload made from the requests."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class LiveStep(NamedTuple):
     engine: int
     step: int
     start_us: int
-    """From the beginning of the recording."""
+    """Start of the step, from the beginning of the recording."""
     duration_us: int
     gap_us: int
-    """Between the end of the device's turn before and the start of this one, idle time included."""
+    """Time between the end of the device's previous turn and the start of this one, including idle time."""
     is_after_idle: bool
-    """Whether no engine had work in that gap; then the gap is no part of a step's cost."""
+    """True if no engine had work during the gap; such a gap is not part of a step's cost."""
     num_prefill_tokens: int
     num_decode_seqs: int
-    """Tokens that are no prompt: one for each sequence that decodes, or each token of a forced segment."""
+    """Number of tokens outside of prompts: one per decoding sequence, or all tokens of a jump-forward segment."""
     num_context_tokens: int
-    """start + length, summed over rows: see `CostModel`."""
+    """Sum over rows of start + length; see `CostModel`."""
 
 
 def live_steps(trace: Trace, engine: int | None = None) -> Iterator[LiveStep]:
-    """Every recorded step, in the order in which their engines' records closed; None: of all engines.
+    """Recorded steps of one engine (None: all engines), in the order in which the records were closed.
 
     Raises:
-        TraceError: the recording cannot be read on, or is not what this version decides.
+        TraceError: the recording is damaged or incomplete, or differs from this version's decisions.
     """
     for event in played(trace):
         if isinstance(event, DecidedStep) and engine in (None, event.engine):
@@ -48,7 +48,7 @@ def live_steps(trace: Trace, engine: int | None = None) -> Iterator[LiveStep]:
 
 
 def live_step(event: DecidedStep) -> LiveStep:
-    """A step that was decided again, in figures."""
+    """Figures of a step that was decided again."""
     plan, timing = event.plan, event.timing
     num_tokens = plan.num_tokens
     return LiveStep(
@@ -65,13 +65,14 @@ def live_step(event: DecidedStep) -> LiveStep:
 
 
 def live_requests(trace: Trace, engine: int | None = None) -> Iterator[RequestOutcome]:
-    """Every request that came and ended during the recording, in the order in which they ended; None: of all engines.
+    """Requests that arrived and ended during the recording, of one engine (None: all engines), in the order of their
+    ends.
 
-    Ticks are steps of the engine, and times count from the begin of the recording: below 0, a request waited then. One
-    that a command ended has the end of the step before.
+    Ticks are steps of the engine. Times count from the begin of the recording; a negative time belongs to a request
+    that waited at that moment. A request that a command ended has the end of the step before.
 
     Raises:
-        TraceError: the recording cannot be read on, or is not what this version decides.
+        TraceError: the recording is damaged or incomplete, or differs from this version's decisions.
     """
     sequences = PlayedSequences()
     for event in played(trace):
@@ -81,13 +82,13 @@ def live_requests(trace: Trace, engine: int | None = None) -> Iterator[RequestOu
 
 
 def workload_of(trace: Trace, engine: int = 0) -> Workload:
-    """An engine's requests with the lengths that their answers had, in picoseconds from the first one's arrival.
+    """Workload of an engine's requests with the lengths of their answers, in picoseconds from the first arrival.
 
-    A request that was aborted, or was under way at the end, has the tokens that it got. Requests without tokens, and
-    requests that were under way at the beginning, are left out.
+    A request that was aborted or unfinished at the end has the tokens that it received. Requests without tokens, and
+    requests that were already open at the beginning, are omitted.
 
     Raises:
-        TraceError: there is no such engine, or the recording cannot be read on.
+        TraceError: the recording has no such engine, or is damaged or incomplete.
     """
     traced = trace.engine(engine)
     sequences = PlayedSequences()
@@ -103,8 +104,8 @@ def workload_of(trace: Trace, engine: int = 0) -> Workload:
 def workload_of_sequences(
     name: str, engine: EngineEntry, sequences: Iterable[PlayedSequence], notes: tuple[str, ...] = ()
 ) -> Workload:
-    """Sequences of an engine with the lengths that they had, in picoseconds from the first one's arrival; those that
-    got no token are left out."""
+    """Workload of an engine's sequences with their lengths, in picoseconds from the first arrival; sequences without
+    tokens are omitted."""
     served = [each for each in sequences if each.outcome.num_output_tokens]
     served.sort(key=lambda each: (each.outcome.arrival_ps, each.added.seq_id))
     first_ps = served[0].outcome.arrival_ps if served else 0
@@ -115,7 +116,7 @@ def workload_of_sequences(
 
 
 def _request(sequence: PlayedSequence, first_ps: int, engine: EngineEntry, partial: int) -> WorkloadRequest:
-    """One request; ``partial`` is a content that nothing else has, for a last block that is not full."""
+    """One request; ``partial`` is a unique content for a last block that is not full."""
     added, outcome = sequence.added, sequence.outcome
     contents = added.contents
     if contents and len(contents) * engine.config.block_size < outcome.num_prompt_tokens:

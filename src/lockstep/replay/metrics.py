@@ -1,4 +1,4 @@
-"""Metrics of a report by name: full and short names, the direction in which each is better, and goals for latencies."""
+"""Metrics of a report: their full and short names, the direction in which each is better, and latency goals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.replay.report import Report
 from lockstep.spelling import nearest
 
 SHORT_FORMS = ("latency_ms", "latency_ticks")
-"""Paths in which ``ttft_p99`` is looked for: times in ms if there are any, else in ticks."""
+"""Paths in which ``ttft_p99`` is searched: times in ms if there are any, otherwise in ticks."""
 MORE_IS_BETTER = (
     "requests_completed",
     "decode_tokens",
@@ -33,11 +33,11 @@ MORE_IS_BETTER = (
     "goodput.requests_per_s",
     "fairness",
 )
-"""Metrics that are better when they are more; all others when they are less."""
+"""Metrics for which more is better; for all others less is better."""
 
 
 def numbers_of(report: Report) -> dict[str, float]:
-    """Every figure that is a number, by its path, as in ``latency_ticks.ttft.p99``."""
+    """Numeric figures of a report by path, as in ``latency_ticks.ttft.p99``."""
     values = msgspec.to_builtins(report)
     for name in ("version", "config", "cost_ps", "ticks", "outcomes"):
         del values[name]
@@ -53,35 +53,35 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def metric_named(name: str, names: Collection[str]) -> str:
-    """The path of the metric ``name``, which may be the path itself or short: ``ttft_p99`` for ``latency_ms.ttft.p99``.
+    """Path of the metric ``name``, a path or its short form: ``ttft_p99`` for ``latency_ms.ttft.p99``.
 
     Raises:
-        UsageError: there is no such metric; the message lists the nearest names, and all.
+        UsageError: unknown metric; the message lists the nearest names, and all.
     """
     for form in _forms_of(name):
         if form in names:
             return form
     shorts = dict.fromkeys(short_name(name) for name in names)
     near = nearest(name, [*names, *shorts], n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? There are" if near else "there are"
+    hint = f"did you mean {' or '.join(near)}? The metrics are" if near else "the metrics are"
     raise UsageError(f"no report has a metric {name!r}; {hint} {', '.join(shorts)}")
 
 
 def check_metric(name: str) -> None:
-    """UsageError, as `metric_named`, for what no report can have: known before anything is replayed."""
+    """Raise a UsageError, as `metric_named`, for a metric that no report has, before anything is replayed."""
     names = [path for path in _paths(Report) if path != "version"]
     if not any(form in names for form in _forms_of(name)):
         metric_named(name, names)
 
 
 def _forms_of(name: str) -> tuple[str, ...]:
-    """The path itself, and those that a short name stands for."""
+    """Possible paths of a name: the name itself, and those that it abbreviates."""
     measure, _, kind = name.rpartition("_")
     return name, *(f"{form}.{measure}.{kind}" for form in SHORT_FORMS)
 
 
 def _paths(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """Every figure that such a report may have and that is a number, by its path."""
+    """Paths of the numeric figures in reports of a type."""
     for field in msgspec.structs.fields(kind):
         is_union = typing.get_origin(field.type) in (typing.Union, types.UnionType)
         for each in typing.get_args(field.type) if is_union else (field.type,):
@@ -92,7 +92,7 @@ def _paths(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
 
 
 def short_name(name: str) -> str:
-    """``ttft_p99`` for ``latency_ms.ttft.p99``."""
+    """Short name of a metric: ``ttft_p99`` for ``latency_ms.ttft.p99``."""
     for form in SHORT_FORMS:
         if name.startswith(f"{form}."):
             return name.removeprefix(f"{form}.").replace(".", "_")
@@ -100,16 +100,16 @@ def short_name(name: str) -> str:
 
 
 def as_less_is_better(figures_of: Mapping[str, float], name: str) -> float:
-    """A figure turned so that less of it is better."""
+    """Figure with a sign such that less is better."""
     return -figures_of[name] if name in MORE_IS_BETTER else figures_of[name]
 
 
 def parse_goals(text: str, option: str, names: Sequence[str]) -> dict[str, float]:
-    """``ttft:500,tpot:50`` (or with spaces) as milliseconds by metric.
+    """Parse goals: ``ttft:500,tpot:50`` (or with spaces) become milliseconds by metric.
 
     Args:
-        option: the option that has the text, for messages.
-        names: metrics that can be goals.
+        option: name of the option, for messages.
+        names: allowed metrics.
 
     Raises:
         UsageError: the text is invalid; the message has the expected form.
@@ -122,6 +122,6 @@ def parse_goals(text: str, option: str, names: Sequence[str]) -> dict[str, float
         except ValueError:
             limit_ms = -1.0
         if name not in names or not 0 <= limit_ms < math.inf:
-            raise UsageError(f"{option} has {pair!r}; write ttft:500,tpot:50 with {', '.join(names)} in milliseconds")
+            raise UsageError(f"{option} has {pair!r}; write ttft:500,tpot:50 (milliseconds of {', '.join(names)})")
         goals[name] = limit_ms
     return goals

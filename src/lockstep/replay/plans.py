@@ -1,4 +1,4 @@
-"""The planner's recorded decisions, made again."""
+"""Verification of recorded plans: runs the cluster's planner again on its recorded inputs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lockstep.worker.flight.entries import End, Header
 
 Planner = Callable[[Observed, float, PlanPolicy], Sequence[Action]]
 PLANS: EntryDecoder[Header | End | PlanEntry] = msgspec.msgpack.Decoder(list[Header | End | PlanEntry])
-"""Decoder of the recording of the planner's plans."""
+"""Decoder of a recording of the planner's plans."""
 
 
 class PlanDivergence(NamedTuple):
-    """The first plan that came out otherwise."""
+    """First plan that differs from the recorded one."""
 
     path: Path
     number: int
-    """Of the plan in its file, from 1."""
+    """Number of the plan in its file, from 1."""
     now_s: float
     recorded: tuple[ActionFields, ...]
     decided: tuple[ActionFields, ...]
 
     def lines(self) -> Iterator[str]:
-        """The divergence in words."""
+        """The divergence as text."""
         recorded, decided = (
             "; ".join(" ".join(map(str, action)) for action in actions) or "nothing"
             for actions in (self.recorded, self.decided)
@@ -51,17 +51,17 @@ class PlanDivergence(NamedTuple):
 
 
 def verify_plans(path: Path, planner: Planner = plan) -> Verification[PlanDivergence]:
-    """Make every recorded plan of a directory or a file again, up to the first that comes out otherwise.
+    """Compute every recorded plan of a directory or a file again, up to the first difference.
 
     Raises:
-        TraceError: a file is damaged, of another schema, or no recording of plans.
+        TraceError: a file is damaged, has another schema, or is not a recording of plans.
     """
     parts, findings = read_parts(path, PLAN_SUFFIX, PLANS)
     return verification_of("planner", "plans", _compared(parts, planner), findings)
 
 
 def _compared(parts: Iterable[Part], planner: Planner) -> Iterator[PlanDivergence | None]:
-    """The divergence of each plan; None: it is the same."""
+    """Divergence of each plan; None: equal."""
     for part in parts:
         plans = (entry for entry in read_entries(part.path, PLANS) if isinstance(entry, PlanEntry))
         for number, entry in enumerate(plans, 1):

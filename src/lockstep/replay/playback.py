@@ -1,4 +1,4 @@
-"""A device's recording, played again: all its engines and the turns that they took, in recorded order."""
+"""Playback of a device's recording: decides the steps of all engines and their turns again, in recorded order."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from lockstep.worker.flight.entries import (
 
 
 class Arrived(NamedTuple):
-    """A request has come; before the command that adds it takes effect."""
+    """Arrival of a request, before the command that adds it."""
 
     came: Arrival
     arrival_us: int
 
 
 Event = DecidedStep | AppliedCommand | Arrived | Entry | CutFile
-"""An entry as it is read, or what follows from it."""
+"""An entry, or an event that follows from it."""
 
 
 @dataclass(slots=True)
@@ -62,61 +62,62 @@ class Tally:
 
     num_engines: int = 0
     num_steps: int = 0
-    """Decided as recorded."""
+    """Number of steps decided as recorded."""
     num_turns: int = 0
-    """Taken as recorded."""
+    """Number of turns chosen as recorded."""
     num_unchecked_steps: int = 0
-    """Begun when a recording broke off, and without records."""
+    """Number of steps without records, which had begun when the recording was cut."""
     num_foreign_checkpoints: int = 0
-    """Made by another version's scheduler: steps that lead to them were decided again, and they were not compared."""
+    """Number of checkpoints from another version's scheduler. They are not compared; the steps before them are."""
 
 
 class Playback:
-    """Plays a recording; stops with `DivergedError` where it cannot go on as recorded.
+    """Plays a recording; raises `DivergedError` at the first difference.
 
     Args:
-        entries: of all its files.
-        scheduler_of: makes the schedulers that decide again.
+        entries: entries of all files.
+        scheduler_of: constructor of the schedulers.
     """
 
     def __init__(self, entries: Iterable[Entry | CutFile], scheduler_of: SchedulerOf = Scheduler) -> None:
         self._entries = entries
         self._scheduler_of = scheduler_of
         self.engines: dict[int, EngineRerun] = {}
-        """Of the run that is being played."""
+        """Engines of the current run, by number."""
         self.tally = Tally()
         self.losses: dict[FileNumber, Loss] = {}
-        """What is missing in front of files that do not go on where the one of their run before them ends."""
+        """Missing steps and turns before files that do not continue the previous file of their run."""
         self._num_reached: dict[int, int] = {}
         self._num_turns_reached = 0
-        """How far the steps of each engine, and the turns, had come in that one."""
+        """Number of steps of each engine, and of turns, at the end of the previous file."""
         self._run: str | None = None
         self._file = 0
         self._is_whole = False
-        """The file before came to its end, and this one follows it."""
-        self._can_tell_loss = False
-        """Whether something is missing in front of the file, and where that begins was seen."""
+        """True if the previous file is complete and this one follows it."""
+        self._can_count_loss = False
+        """True if parts before the file are missing, and the position where they begin is known."""
         self._keys: dict[int, str] = {}
-        """Of the engines of the run, by number."""
+        """Keys of the run's engines, by number."""
         self._turns = DeviceScheduler()
         self._classes: dict[str, int] = {}
         self._places: dict[int, int] = {}
-        """Engines that are loaded, by their places."""
+        """Loaded engines, by their index in the device scheduler."""
         self._with_work: tuple[int, ...] = (0,)
-        """Places of the engines that have work."""
+        """Indices of the engines with work."""
         self._now_us = 0
         self._is_idle = False
         self._coming: list[Arrival] = []
-        """In the turn that is being read."""
+        """Arrivals in the current turn."""
 
     def play(self) -> Iterator[Event]:
-        """Each entry as it is read, and then the steps, commands and arrivals that follow from it: a step follows the
-        commands that came before it, and has its tokens; a request's entries and its arrival come before the command
-        that adds it takes effect.
+        """Yield each entry, followed by the steps, commands and arrivals that result from it.
+
+        A step follows the commands before it, and has its tokens. A request's entries and its arrival come before the
+        command that adds it.
 
         Raises:
-            DivergedError: what is decided again is not what was recorded.
-            TraceError: the recording cannot be read on.
+            DivergedError: a decision differs from the recording.
+            TraceError: the recording is damaged or incomplete.
         """
         for entry in self._entries:
             yield entry
@@ -143,7 +144,7 @@ class Playback:
                     del self.engines[entry.engine]
                 case _:
                     self._rare(entry)
-        self._forget_rest()
+        self._drop_unread()
 
     def _rare(self, entry: Entry | CutFile) -> None:
         match entry:
@@ -164,7 +165,7 @@ class Playback:
                     self._miss({entry.engine: rerun.num_begun - self._num_reached.get(entry.engine, 0)}, 0)
             case CreditsEntry(num_turns, credits):
                 if self._is_whole and self.tally.num_turns and self._turns.credit_rows() != (num_turns, credits):
-                    what = "the next file begins with other credits than the turns before it lead to"
+                    what = "the credits at the start of the next file differ from those after the previous turns"
                     raise DivergedError(TURNS, num_turns, what)
                 if not self._is_whole:
                     self._miss({}, num_turns - self._num_turns_reached)
@@ -184,13 +185,13 @@ class Playback:
 
     def _begin_file(self, run: str, number: int, is_behind_gap: bool) -> None:
         is_new = run != self._run or number <= self._file
-        self._can_tell_loss = False
+        self._can_count_loss = False
         if is_new or number != self._file + 1 or is_behind_gap or not self._is_whole:
-            self._forget_rest()
+            self._drop_unread()
             reached = {number: engine.num_begun for number, engine in self.engines.items()}
             self._num_reached = {} if is_new else self._num_reached | reached
             self._num_turns_reached = 0 if is_new else self._turns.credit_rows()[0]
-            self._can_tell_loss = not is_new or number == 1
+            self._can_count_loss = not is_new or number == 1
             self.engines, self._is_whole = {}, False
         if is_new:
             self._now_us = 0
@@ -199,15 +200,15 @@ class Playback:
         self._classes, self._places, self._with_work = {}, {}, (0,)
 
     def _miss(self, num_steps: dict[int, int], num_turns: int) -> None:
-        """Count what lies before the file that is being read."""
-        if self._can_tell_loss and (num_turns or any(num_steps.values())):
+        """Count missing steps and turns before the current file."""
+        if self._can_count_loss and (num_turns or any(num_steps.values())):
             assert self._run is not None, "a file begins with its header"
             place = self._run, self._file
             known = self.losses.get(place, Loss({}, 0))
             self.losses[place] = Loss({**known.steps, **num_steps}, known.num_turns + num_turns)
 
-    def _forget_rest(self) -> None:
-        """Leave open the steps that had begun when the recording broke off."""
+    def _drop_unread(self) -> None:
+        """Drop steps that had begun when the recording was cut."""
         for engine in self.engines.values():
             self.tally.num_unchecked_steps += len(engine.timings)
             engine.timings.clear()
@@ -215,7 +216,7 @@ class Playback:
     def _engine(self, number: int) -> EngineRerun:
         engine = self.engines.get(number)
         if engine is None:
-            raise TraceError(f"an entry is of engine {number}, which the file does not know")
+            raise TraceError(f"an entry names engine {number}, which its file does not define")
         return engine
 
     def _counted(self, events: Iterator[EngineEvent]) -> Iterator[EngineEvent]:
@@ -225,13 +226,13 @@ class Playback:
 
     def _turn(self, turn: Turn) -> None:
         if not self._places.keys() >= {turn.place, *self._with_work}:
-            raise TraceError(f"turn {self.tally.num_turns} is of a replica that is not there")
+            raise TraceError(f"turn {self.tally.num_turns} names an unknown replica")
         with_work = {self._keys[self._places[place]] for place in self._with_work}
         number = self._places[turn.place]
         recorded = self._keys[number]
         chosen = self._turns.choose(self._classes, with_work)
         if chosen != recorded:
-            what = f"in this turn {recorded} stepped, but it is the turn of {chosen or 'no engine'}"
+            what = f"the recorded turn is of {recorded}, but the scheduler chooses {chosen or 'no engine'}"
             raise DivergedError(TURNS, self.tally.num_turns, what)
         self._turns.spend(chosen, turn.duration_us)
         self.tally.num_turns += 1
@@ -244,18 +245,18 @@ class Playback:
 
 
 def played(trace: Trace, playback: Playback | None = None) -> Iterator[Event]:
-    """Everything that happened in a recording, step by step (`Playback.play`).
+    """All events of a recording, step by step (`Playback.play`).
 
     Args:
-        playback: of the trace's entries, for callers that look into it meanwhile.
+        playback: a playback of the trace's entries, for callers that read its state meanwhile.
 
     Raises:
-        TraceError: it cannot be read on, or is not what this version decides.
+        TraceError: the recording is damaged or incomplete, or differs from this version's decisions.
     """
     try:
         yield from (playback or Playback(trace.entries())).play()
     except DivergedError as diverged:
         raise TraceError(
-            f"the recording is not what this version decides: engine {diverged.engine}, step {diverged.step}: "
+            f"the recording differs from this version's decisions: engine {diverged.engine}, step {diverged.step}: "
             f"{diverged.what}; `lockstep replay --verify` shows more"
         ) from diverged

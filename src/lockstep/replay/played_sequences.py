@@ -1,4 +1,4 @@
-"""Sequences of a recording while it is played: their requests, their times, their tokens and their ends."""
+"""Sequences of a played recording: collects their requests, times, tokens and ends."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from lockstep.worker.flight.entries import Added, Arrival, EngineEntry, OutputDi
 
 @dataclass(slots=True)
 class PlayedSequence:
-    """One sequence that came during the recording, as far as it was played."""
+    """One sequence of a recording, up to the current event."""
 
     engine: EngineEntry
     added: Added
     outcome: RequestOutcome
     first: PlayedSequence | None = None
-    """The first sequence of its request; None: it is that one, or that one is not there."""
+    """First sequence of its request; None: this is the first one, or the first one is missing."""
     index: int = 0
-    """Number among the sequences of its request: 0 for the first."""
+    """Index among the sequences of its request; 0: the first."""
     num_siblings: int = 0
-    """Sequences of its request that came after it, if it is the first."""
+    """Number of later sequences of its request, if this is the first."""
     arrival: Arrival | None = None
     digest: RequestDigest | None = None
-    """Of its request, if it is the first."""
+    """Digest of its request, if this is the first sequence."""
     end: OutputDigest | None = None
     tokens: array[int] = field(default_factory=lambda: array("I"))
-    """Empty where the recording has no content; see `PlayedSequences`."""
+    """Tokens; empty if the recording has no content or tokens are not collected."""
     steps: list[tuple[int, int]] = field(default_factory=list)
-    """End of each step that gave it tokens, in microseconds of its run, and how many; see `PlayedSequences`."""
+    """End of each step that produced tokens, in microseconds of its run, and the number of its tokens."""
 
 
 class PlayedSequences:
-    """The sequences of a recording that are under way.
+    """Open sequences of a played recording.
 
     Args:
-        with_tokens: collect their tokens and the ends of their steps too.
+        with_tokens: collect also their tokens and the ends of their steps.
     """
 
     def __init__(self, *, with_tokens: bool = False) -> None:
         self.open: dict[tuple[int, int], PlayedSequence] = {}
-        """By engine and id."""
+        """Open sequences by engine and id."""
         self._with_tokens = with_tokens
         self._engines: dict[int, EngineEntry] = {}
         self._ends: dict[int, tuple[int, int]] = {}
         """Number and end of each engine's last step."""
 
     def take(self, event: Event) -> Iterator[PlayedSequence]:
-        """Go on by one event; the sequences that ended with it."""
+        """Process one event, and yield the sequences that it ended."""
         match event:
             case DecidedStep():
                 self._step(event)
@@ -75,7 +75,7 @@ class PlayedSequences:
     def _add(self, added: Added) -> None:
         request, engine = added.request, self._engines.get(added.engine)
         if engine is None:
-            return  # the playback refuses it
+            return  # the playback reports this error
         outcome = RequestOutcome(
             str(added.seq_id),
             added.seq_id,

@@ -1,4 +1,4 @@
-"""Progress of the requests of a replay, in tokens and times. Answers plans in the place of a model."""
+"""Progress of a replay's requests in tokens and times: computes the results of plans, since no model runs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.workload import WorkloadRequest
 
 GAP_QUANTUM_PS = 1_000_000
-"""Gaps between tokens are counted by whole microseconds: as many counters as steps of a trace would be too many."""
+"""Resolution of counted gaps: one microsecond. Without it, a trace could have as many counters as steps."""
 
 
 class Gaps:
-    """Counts of each time between two tokens of a request."""
+    """Counts of the gaps between two tokens of a request."""
 
     def __init__(self) -> None:
         self.by_ticks: Counter[int] = Counter()
         self.by_us: Counter[int] = Counter()
-        """Whole microseconds, rounded down."""
+        """Number of gaps by their length in microseconds, rounded down."""
 
     def count(self, num_ticks: int, gap_ps: int, times: int) -> None:
         self.by_ticks[num_ticks] += times
         self.by_us[gap_ps // GAP_QUANTUM_PS] += times
 
     def count_run(self, cost: CostModel, num_steps: int, num_seqs: int, num_context_tokens: int) -> None:
-        """Steps in which each of ``num_seqs`` got a token; the context is the first one's."""
+        """Count steps in which each of ``num_seqs`` sequences got a token; the context is that of the first step."""
         self.by_ticks[1] += num_steps * num_seqs
         first_ps = cost.step_ps(0, num_seqs, num_context_tokens)
         growth_ps = cost.context_token_ps * num_seqs
@@ -41,50 +41,50 @@ class Gaps:
                 self.by_us[gap_ps // GAP_QUANTUM_PS] += num_seqs
 
 
-class RequestLife:
-    """One request between its arrival and its end."""
+class RequestProgress:
+    """Progress of one request between its arrival and its end."""
 
     __slots__ = ("last_token_ps", "last_token_tick", "left", "outcome", "request")
 
     def __init__(self, request: WorkloadRequest, outcome: RequestOutcome, left: int) -> None:
         self.request: Final = request
         self.outcome: Final = outcome
-        """Its outcome so far."""
+        """Outcome so far."""
         self.left = left
-        """Tokens to come."""
+        """Number of tokens left to generate."""
         self.last_token_tick = -1
         self.last_token_ps = -1
 
 
 class Progress:
-    """The sequences under way, and the batch: those that sampled in the last step.
+    """Open sequences, and the batch: the sequences that sampled in the last step.
 
-    As long as the same ones sample, their tokens are counted once for all of them.
+    While the batch stays the same, its tokens are counted once for all its sequences.
     """
 
     def __init__(self) -> None:
-        self.lives: dict[int, RequestLife] = {}
+        self.lives: dict[int, RequestProgress] = {}
         self.gaps = Gaps()
         self._ids: tuple[int, ...] | None = None
-        """Of the batch; None: the next step makes a new one."""
-        self._batch: list[RequestLife] = []
+        """Ids of the batch; None: the next step forms a new one."""
+        self._batch: list[RequestProgress] = []
         self._num_got = 0
-        """Tokens that each of the batch got since it is this batch, not yet taken off from what is left."""
+        """Tokens per sequence since the batch was formed, which are not yet subtracted from those left."""
         self._least = 0
-        """Tokens that were left, when it became this batch, to the one with the fewest."""
+        """Least number of tokens left of a sequence when the batch was formed."""
         self._no_ends: tuple[None, ...] = ()
         self._ones: tuple[int, ...] = ()
         self._last_tick = -1
         self._last_ps = -1
 
     def admit(self, plan: StepPlan, tick: int, start_ps: int) -> None:
-        """Note the requests that left the queue in this step."""
+        """Record the requests that this step admits."""
         for seq_id in plan.admitted:
             outcome = self.lives[seq_id].outcome
             outcome.admitted_tick, outcome.admitted_ps = tick, start_ps
 
     def answer(self, plan: StepPlan) -> StepResult:
-        """One token for each sequence that samples; STOP for those that are done before their limit."""
+        """Result of a plan: one token per sampling sequence; STOP for those that end before their limit."""
         ids = plan.seq_ids
         if False in plan.samples:
             ids = tuple(compress(ids, plan.samples))
@@ -97,7 +97,7 @@ class Progress:
         return StepResult(self._ones, tuple([_reason(life) if life.left == last else None for life in self._batch]))
 
     def take(self, tick: int, end_ps: int) -> None:
-        """The step that was answered last has ended."""
+        """Complete the step of the last `answer`."""
         if self._num_got:
             self.gaps.count(tick - self._last_tick, end_ps - self._last_ps, len(self._batch))
         else:
@@ -116,17 +116,17 @@ class Progress:
         self._last_tick, self._last_ps = tick, end_ps
 
     def repeat(self, num_steps: int, tick: int, end_ps: int) -> None:
-        """The same ones got one token more in each of ``num_steps``; the caller counts their gaps."""
+        """Add one token per sequence of the batch for each of ``num_steps``; the caller counts the gaps."""
         self._num_got += num_steps
         self._last_tick, self._last_ps = tick, end_ps
 
     @property
     def num_quiet_steps(self) -> int:
-        """Steps of this batch in which no sequence ends."""
+        """Number of steps of this batch in which no sequence ends."""
         return self._least - self._num_got - 1
 
     def settle(self) -> None:
-        """Add the tokens since the last call to the sequences of the batch."""
+        """Add the batch's tokens since the last call to its sequences."""
         num_got, self._num_got = self._num_got, 0
         self._ids = None
         if num_got:
@@ -143,6 +143,6 @@ class Progress:
         self._ones = (1,) * len(ids)
 
 
-def _reason(life: RequestLife) -> FinishReason | None:
-    """STOP, or None at the token limit, where the scheduler itself ends the request with LENGTH."""
+def _reason(life: RequestProgress) -> FinishReason | None:
+    """STOP; or None at the token limit, where the scheduler itself ends the request with LENGTH."""
     return FinishReason.STOP if life.request.num_output_tokens < life.request.max_output_tokens else None

@@ -1,4 +1,4 @@
-"""The gateways' recorded routes, decided again."""
+"""Verification of recorded routes: runs the gateways' balancers again on their recorded inputs."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from lockstep.worker.flight.entries import End, Header, Runs, check_runs, ids_of
 
 BalancerOf = Callable[[int, RoutingPolicy, int], Balancer]
 ROUTES: EntryDecoder[Header | End | Entry] = msgspec.msgpack.Decoder(list[Header | End | Entry])
-"""Decoder of the recording of a gateway's routes."""
+"""Decoder of a recording of a gateway's routes."""
 _NUMBER_BYTES = 8
 _UNKNOWN = b""
-"""A content that no replica holds."""
+"""A content that no replica has."""
 
 
 class RouteDivergence(NamedTuple):
-    """The first route that came out otherwise."""
+    """First route that differs from the recorded one."""
 
     path: Path
     number: int
-    """Of the entry in its file, from 1 for the header."""
+    """Number of the entry in its file; the header is 1."""
     group: str
     recorded: str
     decided: str
 
     def lines(self) -> Iterator[str]:
-        """The divergence in words."""
+        """The divergence as text."""
         yield (f"{self.path}: entry {self.number}, {self.group}: recorded {self.recorded}, decided {self.decided}")
 
     def facts(self) -> dict[str, Any]:
@@ -63,22 +63,22 @@ class RouteDivergence(NamedTuple):
 
 
 def verify_routes(path: Path, balancer_of: BalancerOf = Balancer) -> Verification[RouteDivergence]:
-    """Decide every recorded route of a directory or a file again, up to the first that comes out otherwise.
+    """Compute every recorded route of a directory or a file again, up to the first difference.
 
     Raises:
-        TraceError: a file is damaged, changed, of another schema, or no recording of routes.
+        TraceError: a file is damaged or changed, has another schema, or is not a recording of routes.
     """
     parts, findings = read_parts(path, ROUTE_SUFFIX, ROUTES)
     return verification_of("routing", "routes", _compared(parts, balancer_of), findings)
 
 
 def _compared(parts: Iterable[Part], balancer_of: BalancerOf) -> Iterator[RouteDivergence | None]:
-    """The divergence of each route; None: it is the same."""
+    """Divergence of each route; None: equal."""
     before: Part | None = None
     groups: dict[int, _Group] = {}
     for part in parts:
         is_next = before is not None and before.is_whole and part.place == (before.run, before.number + 1)
-        playing = _Playing(part.path, groups if is_next and not part.gap else None, balancer_of)
+        playing = _Playback(part.path, groups if is_next and not part.gap else None, balancer_of)
         for number, entry in enumerate(read_entries(part.path, ROUTES), 1):
             if not isinstance(entry, Header | End | CutFile):
                 yield from playing.play(number, entry)
@@ -90,11 +90,11 @@ class _Group(NamedTuple):
     balancer: Balancer
 
 
-class _Playing:
-    """One file, entry by entry.
+class _Playback:
+    """Playback of one file, entry by entry.
 
     Args:
-        expected: the groups that the file before it ends with; None: what it begins with is believed.
+        expected: groups at the end of the previous file; None: there is none, so the initial groups are not compared.
     """
 
     def __init__(self, path: Path, expected: dict[int, _Group] | None, balancer_of: BalancerOf) -> None:
@@ -104,7 +104,7 @@ class _Playing:
         self._balancer_of = balancer_of
 
     def play(self, number: int, entry: Entry) -> Iterator[RouteDivergence | None]:
-        """Follow an entry; of a route its divergence, or None where it is the same."""
+        """Process an entry; yields the divergence of a route, or None if it is equal."""
         try:
             match entry:
                 case Opened():
@@ -113,18 +113,18 @@ class _Playing:
                     balancer = self._made(len(entry.loads), entry.policy, entry.max_imbalance)
                     balancer.restore(_state_of(entry))
                     self._open(entry.group, entry.key, balancer)
-                    yield from self._resumed_otherwise(number, entry.group)
+                    yield from self._check_resumed(number, entry.group)
                 case Chosen():
                     yield self._choose(number, entry)
                 case _:
-                    self._tell(entry)
+                    self._apply(entry)
         except (ConfigError, IndexError, KeyError, ValueError) as error:
-            raise TraceError(f"{self._path}: entry {number} cannot have happened: {error!r}") from None
+            raise TraceError(f"{self._path}: entry {number} is impossible: {error!r}") from None
 
-    def _tell(self, entry: Admitted | Withdrawn | Ended | Learned) -> None:
+    def _apply(self, entry: Admitted | Withdrawn | Ended | Learned) -> None:
         balancer = self.groups[entry.group].balancer
         if not 0 <= entry.replica < balancer.num_replicas:
-            raise IndexError(f"there is no replica {entry.replica}")
+            raise IndexError(f"unknown replica {entry.replica}")
         match entry:
             case Admitted():
                 balancer.admit(entry.replica)
@@ -146,13 +146,13 @@ class _Playing:
             del self.groups[other]
         self.groups[number] = _Group(key, balancer)
 
-    def _resumed_otherwise(self, number: int, group: int) -> Iterator[RouteDivergence]:
+    def _check_resumed(self, number: int, group: int) -> Iterator[RouteDivergence]:
         if self._expected is None:
             return
         key, balancer = self.groups[group]
         before = self._expected.get(group)
         if before is None or before.balancer.state() != balancer.state():
-            yield RouteDivergence(self._path, number, key, "another state", "that which the file before ends with")
+            yield RouteDivergence(self._path, number, key, "another state", "the last state of the previous file")
 
     def _choose(self, number: int, entry: Chosen) -> RouteDivergence | None:
         key, balancer = self.groups[entry.group]
@@ -175,7 +175,7 @@ def _shown(replica: int, why: str, num_cached: int) -> str:
 
 
 def _contents(runs: Runs) -> list[bytes]:
-    """Contents of numbers, as good as their hashes: a choice depends only on which are the same."""
+    """Contents of numbers, which replace their hashes: a choice depends only on which are equal."""
     check_runs(runs)
     return [number.to_bytes(_NUMBER_BYTES, "big") for number in ids_of(runs)]
 
@@ -185,7 +185,7 @@ def _state_of(entry: Resumed) -> BalancerState:
     there = ids_of(entry.there)
     named = (*there, entry.last, *(replica for _, replica in entry.sessions))
     if len(entry.contents) != num or not all(0 <= replica < num for replica in named):
-        raise IndexError(f"it names others than its {num} replicas")
+        raise IndexError(f"it names replicas outside of its {num}")
     holders: dict[bytes, int] = {}
     for replica, runs in enumerate(entry.contents):
         for content in _contents(runs):

@@ -1,8 +1,8 @@
-"""A simulated run as a recording: what `lockstep serve --trace` writes of a live one, with times of the logical clock.
+"""Recording of a simulated run, in the format of `lockstep serve --trace`, with times of the logical clock.
 
-One file, one engine, in the entries of worker/flight/entries.py; whatever reads recordings reads it: `replay --verify`,
-`diff`, `calibrate`, or `replay` itself, as a workload. The same replay gives the same bytes. Times are cut to whole
-microseconds, as recordings count them.
+It has one file and one engine, in the entries of worker/flight/entries.py. All readers of recordings accept it: `replay
+--verify`, `diff`, `calibrate`, and `replay`, as a workload. The same replay gives the same bytes. Times are rounded
+down to microseconds, the unit of recordings.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from lockstep.worker.flight.entries import (
 from lockstep.worker.flight.files import LEVEL, MAX_FRAME_BYTES
 
 RUN = "simulated"
-"""What the run is called: nothing of the moment in which it was made."""
+"""Name of the run, a constant so that equal replays give equal bytes."""
 _ENGINE = 0
 
 
 class RunRecording:
-    """A watcher of ticks and arrivals that writes them as they come; one for each simulation.
+    """A watcher of ticks and arrivals that writes them to a file; each simulation needs its own.
 
-    A context manager; the file is whole once the block is left without an exception, and readable up to where it came
-    otherwise.
+    A context manager. The file is complete if the block ends without an exception, and otherwise readable up to the
+    last written entry.
 
     Args:
-        workload, config, cost: what the simulation runs.
+        workload, config, cost: inputs of the simulation.
 
     Raises:
         UsageError: the file cannot be written.
@@ -65,18 +65,18 @@ class RunRecording:
         try:
             self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by __exit__
         except OSError as error:
-            raise UsageError(f"{path}: the recording cannot be written there: {error.strerror}") from None
+            raise UsageError(f"{path}: cannot write the recording: {error.strerror}") from None
         self._path = path
         self._chunk = ChunkWriter()
         self._written = b""
-        """Chunks that wait for the next frame."""
+        """Chunks of the next frame."""
         self._tenants: dict[str, int] = {}
         self._coming: list[tuple[int, int]] = []
-        """Who came since the last step: id, and when, in microseconds."""
+        """Arrivals since the last step: sequence id, and time in microseconds."""
         self._fingerprint = Fingerprint()
         self._num_steps = 0
         self._end_us = 0
-        """Of the step before."""
+        """End of the previous step."""
         self._begin(workload.name, config)
 
     def __enter__(self) -> RunRecording:
@@ -93,14 +93,14 @@ class RunRecording:
             self._file.close()
 
     def arrived(self, seq_id: int, request: Request, arrival_ps: int) -> None:
-        """A request was queued; the call comes before the step in which the request takes part first."""
+        """Record a queued request; called before the first step that can include it."""
         tenant = self._tenants.setdefault(request.tenant, len(self._tenants))
         contents = (content_number(each, self._per_content) for each in request.block_hashes)
         self._chunk.put(Added.of(_ENGINE, self._num_steps, seq_id, request, tenant, contents))
         self._coming.append((seq_id, arrival_ps // PS_PER_US))
 
     def __call__(self, tick: Tick) -> None:
-        """Write a step, or each of a run of them."""
+        """Write a step, or each step of a run."""
         if tick.plan is None or tick.events is None:
             return
         start_us = tick.start_ps // PS_PER_US
@@ -151,4 +151,4 @@ class RunRecording:
         try:
             self._file.write(frame)
         except OSError as error:
-            raise UsageError(f"{self._path}: the recording cannot be written on: {error.strerror}") from None
+            raise UsageError(f"{self._path}: cannot continue the recording: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""Figures of a replay as one versioned value, and as bytes that are the same whenever the replay is."""
+"""Report of a replay: a versioned value with all figures, and its JSON with stable bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.replay.timeline import Course, RequestOutcome, TickRecord, TickRec
 from lockstep.replay.workload import PS_PER_MS
 
 VERSION = 2
-"""Version of the report's form; it grows when a field changes its meaning or goes."""
+"""Version of the report's form; it increases when a field is removed or changes its meaning."""
 _PS_PER_S = 1000 * PS_PER_MS
 _MEASURES: dict[str, Callable[[Course], int]] = {
     "ttft": lambda course: course.ttft,
@@ -24,68 +24,68 @@ _MEASURES: dict[str, Callable[[Course], int]] = {
     "e2e": lambda course: course.e2e,
 }
 GOALS = tuple(_MEASURES)
-"""Metrics that one request can meet or miss."""
-_WHO = ("admitted", "resumed", "preempted", "decoded", "completed")
-"""Fields of a tick that are requests."""
+"""Metrics that each request can meet or miss."""
+_SEQUENCE_FIELDS = ("admitted", "resumed", "preempted", "decoded", "completed")
+"""Fields of a tick that list requests."""
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """Requests that met every goal; a request of one token meets any goal for the time per token."""
+    """Requests that met every goal. A request of one token meets any goal for the time per token."""
 
     goals_ms: dict[str, float]
     requests: int
     ratio: float
-    """Share of all that arrived, refused ones too."""
+    """Share of all requests that arrived, including refused ones."""
     requests_per_s: float
-    """By logical time."""
+    """Requests per second of logical time."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a replay. Ratios and times have 6 decimals; a refused request counts as arrived only."""
+    """Result of a replay. Ratios and times have 6 decimals. A refused request counts only as arrived."""
 
     version: int = VERSION
     name: str
     config: dict[str, Any]
-    """Of the scheduler."""
+    """Scheduler config."""
     cost_ps: dict[str, int]
-    """Prices of a step (replay/cost.py)."""
+    """Step prices (replay/cost.py)."""
     arrivals: str
-    """``ticks`` or ``ps``: what the arrivals of the workload count."""
+    """Unit of the workload's arrivals: ``ticks`` or ``ps``."""
     requests: int
     requests_completed: int
     requests_refused: int
     total_ticks: int
-    """Idle ones counted, where arrivals count ticks."""
+    """Number of ticks; includes idle ones if arrivals are in ticks."""
     busy_ticks: int
     duration_ms: float
     """Logical time at the end of the last step."""
     prompt_tokens: int
-    """Of the requests that were completed, hits included."""
+    """Prompt tokens of the completed requests, including cache hits."""
     decode_tokens: int
-    """Generated."""
+    """Number of generated tokens."""
     prefill_tokens: int
-    """Prompt tokens that were computed: without hits, those of recomputation again."""
+    """Number of computed prompt tokens, without cache hits and including recomputed ones."""
     reserved_blocks: int
-    """Blocks that prompts and maximal outputs of the admitted come to."""
+    """Number of blocks for the prompts and maximum outputs of the admitted requests."""
     peak_blocks: int
     peak_blocks_percent: float
     max_queued: int
     max_active: int
     queue_pressure_ticks: int
-    """Ticks after whose admission requests still waited."""
+    """Number of ticks with waiting requests after admission."""
     active_capacity_ticks: int
-    """Ticks in which as many ran as may."""
+    """Number of ticks with the maximum of running requests."""
     prefill_capacity: int
-    """Prompt tokens that a tick may compute."""
+    """Maximum prompt tokens per tick."""
     decode_capacity: int
-    """Sequences that may sample in a tick."""
+    """Maximum sampling sequences per tick."""
     kv_capacity: int
-    """Blocks."""
+    """Number of device blocks."""
     prefill_utilization: float
-    """Computed prompt tokens by what all ticks may compute; likewise the next."""
+    """Computed prompt tokens divided by the capacity of all ticks."""
     decode_utilization: float
     kv_occupancy: float
-    """Blocks in use, summed over ticks, by ticks times blocks."""
+    """Blocks in use, summed over ticks, divided by ticks times blocks."""
     preemptions: int
     recomputed_tokens: int
     swapped_out_blocks: int
@@ -94,21 +94,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     prefix_hit_rate: float
-    """Hit by looked up."""
+    """Hit tokens divided by queried tokens."""
     prefix_unbounded_hit_tokens: int | None = None
-    """What a cache without bounds would have hit of the same tokens, never less; likewise the next. None: prompts share
-    nothing, or too much to count."""
+    """Hit tokens of a cache without bounds for the same prompts; never less than the actual ones. None: prompts share
+    nothing, or have too many distinct contents."""
     prefix_unbounded_hit_rate: float | None = None
     requests_per_s: float
-    """Completed, by logical time; likewise the next."""
+    """Completed requests per second of logical time."""
     output_tokens_per_s: float
     latency_ticks: Latencies
     latency_ms: Latencies | None
-    """None: the duration of a tick is unknown."""
+    """Latencies in milliseconds; None: the duration of a tick is unknown."""
     goodput: Goodput | None
-    """None: no goals were given."""
+    """Goodput; None: no goals were given."""
     fairness: float
-    """Jain's index over tenants of tokens per time in the system: 1 is equal speed for all, 1/n all for one of n."""
+    """Jain's index over tenants, of tokens per time in the system: 1 is equal speed for all, 1/n all for one of n."""
     tenants: int
     all_blocks_returned: bool
     fingerprint: str
@@ -123,12 +123,12 @@ def report_of(
     recorder: TickRecorder | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """The figures.
+    """Compute the figures of a replay.
 
     Args:
-        notes: what else a reader must know.
-        goals_ms: milliseconds by metric, of ``GOALS``.
-        recorder: what watched the simulation; its ticks and every request's outcome become part of the report.
+        notes: further warnings for the reader.
+        goals_ms: milliseconds by metric, one of ``GOALS``.
+        recorder: watcher of the simulation; its ticks and all request outcomes become part of the report.
     """
     config, totals, stats = replay.config, replay.totals, replay.stats
     unbounded = replay.num_unbounded_hit_tokens
@@ -189,8 +189,7 @@ def report_of(
 
 
 def to_json(report: Report | tuple[Report, ...]) -> bytes:
-    """Indented JSON, a line for each tick and outcome, with a newline at its end; the same reports give the same
-    bytes."""
+    """Indented JSON with one line per tick and outcome and a final newline; equal reports give equal bytes."""
     if isinstance(report, Report):
         return _document(report) + b"\n"
     return b"[\n  " + b",\n  ".join(_document(each).replace(b"\n", b"\n  ") for each in report) + b"\n]\n"
@@ -234,12 +233,12 @@ def _fairness(done: list[RequestOutcome], tenants: list[str]) -> float:
 
 
 def tick_records(replay: Replay, spans: Iterable[TickSpan]) -> Iterator[TickRecord]:
-    """Each tick of a replay's spans by itself, with the names of requests."""
+    """Single ticks of a replay's spans, with the names of requests."""
     names = names_of(replay.outcomes)
     for first, num_ticks in spans:
         values = {field.name: getattr(first, field.name) for field in fields(TickRecord)}
-        values |= {key: tuple([names[seq_id] for seq_id in values[key]]) for key in _WHO}
-        # The context of each row is one longer with each tick.
+        values |= {key: tuple([names[seq_id] for seq_id in values[key]]) for key in _SEQUENCE_FIELDS}
+        # The context of each row grows by one with each tick.
         growth_ps = replay.cost.context_token_ps * len(first.decoded) if num_ticks > 1 else 0
         duration_ps = (first.duration_ps - growth_ps * (num_ticks * (num_ticks - 1) // 2)) // num_ticks
         start_ps = first.start_ps
@@ -251,7 +250,7 @@ def tick_records(replay: Replay, spans: Iterable[TickSpan]) -> Iterator[TickReco
 
 
 def refusals_in_words(replay: Replay) -> str:
-    """Number of requests that were refused, and why the first was; empty: none was."""
+    """Number of refused requests, and the reason for the first; empty: none."""
     refused = [each for each in replay.outcomes if each.refusal]
     if not refused:
         return ""
@@ -260,11 +259,11 @@ def refusals_in_words(replay: Replay) -> str:
 
 
 def _notes(replay: Replay, ticks: Sequence[TickRecord] | None) -> tuple[str, ...]:
-    """Notes of the simulation, the first refusal, and what was left out."""
+    """Warnings of the simulation, the first refusal, and omitted ticks."""
     notes = list(replay.notes)
     refused = refusals_in_words(replay)
     if refused:
         notes.append(refused)
     if ticks is not None and len(ticks) < replay.num_ticks:
-        notes.append(f"ticks has the first {len(ticks):,}; {replay.num_ticks - len(ticks):,} are left out")
+        notes.append(f"ticks has the first {len(ticks):,}; {replay.num_ticks - len(ticks):,} are omitted")
     return tuple(notes)

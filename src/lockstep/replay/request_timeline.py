@@ -1,7 +1,7 @@
-"""Timeline of one request in a recording: its steps, why it waited, and its tokens, while all of it is decided again.
+"""Timeline of one request in a recording: collects its steps, wait reasons and tokens while the recording is played.
 
-A request is found by the caller's name for it, its ``x-request-id``. It may be several sequences: one for each prompt,
-choice and hop; and several requests, where a client used a name twice.
+A request is found by the caller's name for it, its ``x-request-id``. It may have several sequences, one for each
+prompt, choice and hop. A name that a client used twice stands for several requests.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from lockstep.worker.flight.entries import (
 )
 
 MAX_SHOWN_TOKENS = 64
-"""Of one sequence, in words; the JSON form has them all."""
-MAX_SHOWN_STRETCHES = 40
-"""Lines of steps of one sequence, in words."""
+"""Maximum tokens of one sequence in the text; the JSON form has all."""
+MAX_SHOWN_RANGES = 40
+"""Maximum lines of steps of one sequence in the text."""
 
 
 @dataclass(slots=True)
-class Stretch:
-    """Steps that follow each other and compute alike: a part of the prompt, or a token each."""
+class StepRange:
+    """Consecutive steps of one kind: parts of the prompt, or one token each."""
 
     first_step: int
     last_step: int
     start: int
-    """Position of the first token that is computed."""
+    """Position of the first computed token."""
     num_tokens: int
-    """That are computed."""
+    """Number of computed tokens."""
     num_sampled: int
-    """Tokens that it got."""
+    """Number of sampled tokens."""
 
 
 @dataclass(slots=True)
 class TimelineWait:
-    """Steps in which it had no part, for one reason."""
+    """Steps without this sequence, for one reason."""
 
     reason: str
-    """The last reason that the planner reported."""
+    """Last reason that the planner reported."""
     first_step: int
     last_step: int
     num_steps: int
@@ -61,40 +61,40 @@ class TimelineWait:
 
 @dataclass(slots=True)
 class SequenceTimeline:
-    """One sequence of the request."""
+    """Timeline of one sequence of the request."""
 
     engine: int
     name: str
-    """Of the engine's model."""
+    """Name of the engine's model."""
     sequence: int
     sibling_of: int | None = None
-    """The sequence that computes the prompt for it; None: it does so itself."""
+    """Sequence that computes the prompt for this one; None: this sequence computes it."""
     priority: int = 0
     prompt_tokens: int = 0
     cached_tokens: int | None = None
-    """Of the prompt; None: nothing was computed."""
+    """Cached tokens of the prompt; None: nothing was computed."""
     queued_ms: float | None = None
-    """From its arrival to when the scheduler got it: until then it waits for its session, or for its blocks."""
+    """Time from the arrival to the scheduler, in which a request waits for its session or its blocks."""
     first_token_ms: float | None = None
-    """From its arrival, as what follows."""
+    """Time from the arrival to the first token."""
     end_ms: float | None = None
     added_step: int | None = None
-    """The first that could have it."""
-    steps: list[Stretch] = field(default_factory=list)
+    """First step that could include it."""
+    steps: list[StepRange] = field(default_factory=list)
     waits: list[TimelineWait] = field(default_factory=list)
     preemptions: int = 0
     output_tokens: int = 0
     tokens: list[int] | None = None
-    """Where the recording has content."""
+    """Tokens, if the recording has content."""
     end: str | None = None
-    """Why it ended; None: it had not, where the recording ends or differs."""
+    """Reason of its end; None: it had not ended at the end of the recording or at the divergence."""
 
 
 class RequestTimeline:
     """Collects the events of one request from a playback.
 
     Args:
-        name: the caller's name for it.
+        name: the caller's name of the request.
     """
 
     def __init__(self, name: str) -> None:
@@ -104,19 +104,19 @@ class RequestTimeline:
         self._file = 0
         self._has_content = False
         self._names: dict[int, str] = {}
-        """Of engines, by number."""
+        """Names of engines, by number."""
         self._callers: dict[tuple[int, int], str] = {}
-        """Names of requests that have not ended, by engine and sequence."""
+        """Names of open requests, by engine and sequence."""
         self._open: dict[tuple[int, int], SequenceTimeline] = {}
         self._arrivals_us: dict[tuple[int, int], int] = {}
         self._reasons: dict[int, list[Reason]] = {}
-        """Of the step that is being decided, by engine."""
+        """Reasons of the current step, by engine."""
         self._waits: dict[tuple[int, int, Limit], TimelineWait] = {}
 
-    # -- what it is told --------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def take(self, event: Event, playback: Playback) -> None:
-        """Note what happened, and have the planner say why the request waits."""
+        """Process an event, and let the planner report why the request waits."""
         match event:
             case Header():
                 self._begin_file(event)
@@ -149,15 +149,15 @@ class RequestTimeline:
             playback.engines[event.engine].explain = None
 
     def check_found(self, trace: Trace) -> None:
-        """Refuse a request that the recording does not have.
+        """Raise an error if the recording does not have the request.
 
         Raises:
-            TraceError: it has none of this name.
+            TraceError: the recording has no request of this name.
         """
         if not self.sequences:
             raise TraceError(
-                f"{trace.files[0].parent}: no request {self.name!r} is recorded there; the name of a request is the "
-                "x-request-id of its answer, the latest second may not be written yet, and the oldest files may be gone"
+                f"{trace.files[0].parent}: the recording has no request {self.name!r}; its name is the x-request-id "
+                "of its answer. The latest second may not be written yet, and the oldest files may be deleted"
             )
 
     def _begin_file(self, header: Header) -> None:
@@ -177,7 +177,7 @@ class RequestTimeline:
     def _step(self, event: DecidedStep, playback: Playback) -> None:
         engine, plan = event.engine, event.plan
         reasons = self._reasons.get(engine, [])
-        told, reasons[:] = tuple(reasons), ()
+        times_text, reasons[:] = tuple(reasons), ()
         sampling = compress(plan.seq_ids, plan.samples)
         counts = {} if event.result is None else dict(zip(sampling, event.result.num_tokens, strict=True))
         for row in plan.chunks():
@@ -197,7 +197,7 @@ class RequestTimeline:
             if (sequence := self._open.get((engine, seq_id))) is not None:
                 sequence.preemptions += 1
         config = playback.engines[engine].config
-        for reason in told:
+        for reason in times_text:
             if reason.seq_id not in plan.seq_ids and reason.limit is not Limit.CHUNK:
                 self._wait(engine, reason, plan.step, config)
         for finish in () if event.events is None else event.events.finished:
@@ -232,14 +232,14 @@ class RequestTimeline:
         arrival_us = self._arrivals_us.get((engine, seq_id))
         return None if arrival_us is None else (event.timing.start_us + event.timing.duration_us - arrival_us) / 1e3
 
-    # -- its forms ----------------------------------------------------------------------------------------------------
+    # -- output -------------------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
         """The timeline as an object."""
         return {"id": self.name, "sequences": [asdict(sequence) for sequence in self.sequences]}
 
     def describe(self) -> Iterator[str]:
-        """The timeline, line by line."""
+        """The timeline as lines."""
         count = len(self.sequences)
         yield f"request {self.name}: {count} sequence{'s' * (count != 1)}"
         for sequence in self.sequences:
@@ -247,7 +247,7 @@ class RequestTimeline:
 
 
 def _compute(sequence: SequenceTimeline, step: int, start: int, length: int, num_sampled: int) -> None:
-    """Add a step to those before, or to the last of them where it goes on alike."""
+    """Add a step to the last range, or begin a new range if the step is of another kind."""
     last = sequence.steps[-1] if sequence.steps else None
     is_next = last is not None and last.last_step == step - 1 and last.start + last.num_tokens == start
     if last is not None and is_next and last.num_sampled and length == num_sampled:
@@ -255,33 +255,33 @@ def _compute(sequence: SequenceTimeline, step: int, start: int, length: int, num
         last.num_tokens += length
         last.num_sampled += num_sampled
     else:
-        sequence.steps.append(Stretch(step, step, start, length, num_sampled))
+        sequence.steps.append(StepRange(step, step, start, length, num_sampled))
 
 
 def _lines(sequence: SequenceTimeline) -> Iterator[str]:
     name = f"sequence {sequence.sequence} of engine {sequence.engine} ({sequence.name})"
-    cached = "" if not sequence.cached_tokens else f", {sequence.cached_tokens} of them cached"
-    end = "has not ended there" if sequence.end is None else f"ended: {sequence.end}"
-    yield f"{name}: {sequence.prompt_tokens} prompt tokens{cached}; {sequence.output_tokens} new ones; {end}"
+    cached = "" if not sequence.cached_tokens else f" ({sequence.cached_tokens} cached)"
+    end = "unfinished" if sequence.end is None else f"ended: {sequence.end}"
+    yield f"{name}: {sequence.prompt_tokens} prompt tokens{cached}; {sequence.output_tokens} output tokens; {end}"
     times = (
         ("queued", sequence.queued_ms),
         ("first token", sequence.first_token_ms),
         ("end", sequence.end_ms),
     )
-    told = ", ".join(f"{what} {value:.1f} ms" for what, value in times if value is not None)
-    if told:
-        yield f"  after its arrival: {told}"
+    times_text = ", ".join(f"{what} {value:.1f} ms" for what, value in times if value is not None)
+    if times_text:
+        yield f"  after arrival:  {times_text}"
     for wait in sequence.waits:
         yield f"  waited in {_steps(wait.first_step, wait.last_step, wait.num_steps)}: {wait.reason}"
     if sequence.preemptions:
         yield f"  preempted {sequence.preemptions} time{'s' * (sequence.preemptions != 1)}"
-    for stretch in sequence.steps[:MAX_SHOWN_STRETCHES]:
+    for stretch in sequence.steps[:MAX_SHOWN_RANGES]:
         where = f"{stretch.start}..{stretch.start + stretch.num_tokens - 1}"
         got = f", {stretch.num_sampled} new" if stretch.num_sampled else ""
         num_steps = stretch.last_step - stretch.first_step + 1
         yield f"  {_steps(stretch.first_step, stretch.last_step, num_steps)}: computes {where}{got}"
-    if len(sequence.steps) > MAX_SHOWN_STRETCHES:
-        yield f"  and {len(sequence.steps) - MAX_SHOWN_STRETCHES} more (--json has them)"
+    if len(sequence.steps) > MAX_SHOWN_RANGES:
+        yield f"  and {len(sequence.steps) - MAX_SHOWN_RANGES} more (--json has them)"
     if sequence.tokens:
         rest = len(sequence.tokens) - MAX_SHOWN_TOKENS
         more = f" and {rest} more" if rest > 0 else ""

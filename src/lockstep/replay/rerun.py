@@ -1,5 +1,4 @@
-"""Rerun of an engine's recording: a fresh scheduler gets the recorded commands at the recorded steps, and each of its
-decisions is compared with the recorded one as it comes."""
+"""Rerun of an engine's recording: applies the recorded commands to a new scheduler, and compares all decisions."""
 
 from __future__ import annotations
 
@@ -53,46 +52,46 @@ class Timing(NamedTuple):
 
 
 class DecidedStep(NamedTuple):
-    """One step that was decided again as it was recorded."""
+    """One step, decided again as it was recorded."""
 
     engine: int
     plan: StepPlan
     result: StepResult | None
-    """None: the step failed; as is ``events``."""
+    """Result of the step; None, like ``events``: the step failed."""
     events: StepEvents | None
     finished: tuple[FinishedSequence, ...]
     timing: Timing
     tokens: Mapping[int, tuple[int, ...]]
-    """Tokens of each sequence that sampled; none where the recording has no content."""
+    """Tokens of each sequence that sampled; empty if the recording has no content."""
 
 
 class AppliedCommand(NamedTuple):
-    """A command that was given again."""
+    """A command that was applied again."""
 
     engine: int
     command: Command
     finished: tuple[FinishedSequence, ...]
-    """Sequences that it ended."""
+    """Sequences that the command ended."""
 
 
 EngineEvent = DecidedStep | AppliedCommand
 
 
 def content_of(number: int) -> bytes:
-    """Block hash of a replay: the id in its place, little-endian."""
+    """Block hash in replays: the id, little-endian."""
     return number.to_bytes(CONTENT_BYTES, "little")
 
 
 def request_of(added: Added) -> Request:
-    """The request as a replay's scheduler sees it."""
+    """Core request with the recorded lengths and the hashes of replays."""
     return replace(added.request, block_hashes=tuple(map(content_of, added.contents)), tenant=str(added.tenant))
 
 
 def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[int], bytes]) -> None:
-    """Give a command that is about the prefix cache.
+    """Apply a command on the prefix cache.
 
     Args:
-        hash_of: from the id of a content to its block hash.
+        hash_of: returns the block hash of a content id.
     """
     match command:
         case Pinned():
@@ -106,9 +105,9 @@ def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[in
 
 
 class EngineRerun:
-    """A scheduler that decides one engine's steps again.
+    """A scheduler that decides the steps of one engine again.
 
-    Block hashes and tenants are made from their ids: equal where they were equal.
+    Block hashes and tenants are derived from their ids: they are equal exactly if the original ones were.
     """
 
     def __init__(self, number: int, config: SchedulerConfig, scheduler_of: SchedulerOf = Scheduler) -> None:
@@ -116,38 +115,38 @@ class EngineRerun:
         self.config = config
         self.scheduler = scheduler_of(config)
         self.num_steps = 0
-        """Decided again so far."""
+        """Number of steps decided again so far."""
         self.timings: deque[Timing] = deque()
-        """Of steps whose records are yet to come: a turn is recorded when it ends, a record when it closes."""
+        """Timings of steps whose records follow later: a turn is recorded at its end, a record when it closes."""
         self.tokens: deque[tuple[tuple[int, ...], ...]] = deque()
-        """Tokens of steps whose records are yet to come: those of each row that sampled."""
+        """Tokens of steps whose records follow later, for each row that sampled."""
         self.explain: Explain | None = None
-        """Called with the reason why a step passes sequences over, from the next step on."""
+        """Called with the reasons why a step passes sequences over, from the next step on."""
         self._fingerprint = Fingerprint()
         self._next_step = 0
         self._commands: deque[Command] = deque()
         self._is_open = False
-        """Whether the next record is the one that is open in the fingerprint, and may have more repeats."""
+        """True if the next record may be the one that is open in the fingerprint, with more repeats."""
 
     @property
     def num_begun(self) -> int:
-        """Steps that the engine had begun where it stands, those before its first checkpoint too."""
+        """Number of steps that the engine had begun, including those before its first checkpoint."""
         return self._next_step
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the steps that were decided again."""
+        """Fingerprint of the steps decided again."""
         return self._fingerprint.hexdigest()
 
     def command(self, command: Command) -> None:
-        """Keep a command for the step that it names."""
+        """Store a command until the step that it names."""
         self._commands.append(command)
 
     def apply(self, command: Command) -> None:
-        """Give a command to the scheduler.
+        """Apply a command to the scheduler.
 
         Raises:
-            DivergedError: it does not do what it did then.
+            DivergedError: its effect differs from the recorded one.
         """
         scheduler = self.scheduler
         match command:
@@ -155,87 +154,84 @@ class EngineRerun:
                 try:
                     seq_id = scheduler.add(request_of(command))
                 except (LockstepError, AssertionError) as error:
-                    self._diverge(f"sequence {command.seq_id} was taken then and is refused now: {error}")
+                    self._diverge(f"the recorded sequence {command.seq_id} is refused here: {error}")
                 if seq_id != command.seq_id:
-                    self._diverge(f"the sequence that came as {command.seq_id} is {seq_id} now")
+                    self._diverge(f"the recorded sequence {command.seq_id} has the id {seq_id} here")
             case Aborted():
                 if not scheduler.abort(command.seq_id, command.reason):
-                    self._diverge(f"sequence {command.seq_id} was ended by a command, but is not there now")
+                    self._diverge(f"sequence {command.seq_id} was ended by a command, but does not exist here")
             case Named():
                 scheduler.name_answer(command.seq_id, tuple(map(content_of, command.contents)))
             case _:
                 apply_to_cache(scheduler, command, content_of)
 
     def begin_at(self, entry: Checkpoint) -> None:
-        """Go on from a recorded state.
+        """Continue from a recorded state.
 
         Raises:
-            TraceError: it is none of this version.
+            TraceError: the state is invalid, or of another version.
         """
         if entry.version != STATE_VERSION:
-            raise TraceError("a checkpoint holds a state of another version: it was recorded by another version")
+            raise TraceError("a checkpoint has a state of another version; replay it with the version that recorded it")
         scheduler, fingerprint = _states_of(entry)
         try:
             self.scheduler = Scheduler.from_state(self.config, scheduler)
         except (IndexError, KeyError) as error:
-            raise TraceError(f"a checkpoint does not hold the state of a scheduler: {error!r}") from error
+            raise TraceError(f"a checkpoint has no valid scheduler state: {error!r}") from error
         self._fingerprint = Fingerprint.from_state(fingerprint)
         self._next_step = scheduler.step
         self._is_open = self._fingerprint.open_record is not None
         self._commands.clear()
 
     def arrive_at(self, entry: Checkpoint) -> bool:
-        """Compare a recorded state with the one that the steps before led to; False: it is another version's, and
-        cannot be.
+        """Compare a recorded state with the state after the previous steps. False: it is of another version and cannot
+        be compared.
 
-        Raises:
-            DivergedError: they differ.
-            TraceError: it is no state.
+        DivergedError: the states differ.
         """
         if entry.version != STATE_VERSION:
             return False
         if _states_of(entry) != (self.scheduler.state(), self._fingerprint.state()):
-            self._diverge("the state that the next file begins with is not the one that the steps before lead to")
+            self._diverge("the state at the start of the next file differs from the state after the previous steps")
         return True
 
     def record(self, entry: Record) -> Iterator[EngineEvent]:
-        """Decide the steps of a record.
+        """Decide the steps of a record again.
 
         Raises:
-            DivergedError: otherwise than recorded, or the record is damaged.
+            DivergedError: a decision differs, or the record is damaged.
         """
         mark = chained(self._chain(), entry.record)[: len(entry.mark)]
-        damage = (
-            "" if mark == entry.mark else f"the digest beside it is {entry.mark.hex()}, its bytes give {mark.hex()}"
-        )
+        is_valid = mark == entry.mark
+        damage = "" if is_valid else f"its recorded digest is {entry.mark.hex()}, the computed one {mark.hex()}"
         yield from self._decide(entry.record, damage)
         self._is_open = False
 
     def close(self, entry: Closed) -> Iterator[EngineEvent]:
-        """Decide the steps of the record that is open when a file ends, and give the commands after them.
+        """Decide the steps of the record that is open at the end of a file, and apply the commands after them.
 
         Raises:
-            DivergedError: as for `record`, or the digest over everything is another.
+            DivergedError: as for `record`, or the digest of all steps differs.
         """
         if entry.open_record:
             yield from self._decide(entry.open_record, "")
             self._is_open = True
         yield from self._apply_due()
         if entry.num_steps != self._next_step:
-            self._diverge(f"{entry.num_steps} steps had begun, but the records hold {self._next_step}")
+            self._diverge(f"{entry.num_steps} steps had begun, but there are records of {self._next_step}")
         if entry.digest.hex() != self.fingerprint:
-            self._diverge(f"the digest over all steps is {entry.digest.hex()}, but they give {self.fingerprint}")
+            self._diverge(f"the recorded digest is {entry.digest.hex()}, the computed one {self.fingerprint}")
         if self.timings:
-            self._diverge(f"{len(self.timings)} turns in which a step began have no step in the records")
+            self._diverge(f"{len(self.timings)} turns began a step that has no record")
 
     # -- one record ---------------------------------------------------------------------------------------------------
 
     def _chain(self) -> bytes:
-        """The chain before the record that comes: the one that is open here has closed, unless it is the same."""
+        """Chain before the next record: the open record has closed, unless the next one is the same."""
         return self._fingerprint.chain if self._is_open else bytes.fromhex(self._fingerprint.hexdigest())
 
     def _decide(self, record: bytes, damage: str) -> Iterator[EngineEvent]:
-        """The steps of a record, without those that were decided while it was open at the end of a file."""
+        """Decide the steps of a record, except those decided while it was open at the end of a file."""
         seen = self._fingerprint
         first: StepPlan | None = None
         try:
@@ -253,17 +249,17 @@ class EngineRerun:
             assert before is not None, "a record of a failed step has no repeats"
             yield from self._step(_repeat_of(before), None)
         if seen.open_record != record:
-            self._diverge("the same decisions give a record of other bytes")
+            self._diverge("equal decisions give a record with different bytes")
 
     def _step(self, recorded: StepPlan, decision: StepRecord | None) -> Iterator[EngineEvent]:
-        """Decide one step; None: it repeats the one before."""
+        """Decide one step; None: it repeats the previous one."""
         yield from self._apply_due()
         try:
             plan = self.scheduler.schedule(self.explain)
         except AssertionError as error:
-            self._diverge(f"no plan can be made here: {error}", recorded=recorded)
+            self._diverge(f"planning fails here: {error}", recorded=recorded)
         if recorded != plan and replace(recorded, num_prompt_tokens=plan.num_prompt_tokens) != plan:
-            raise DivergedError(self.number, self._next_step, "another plan was recorded", recorded, plan)
+            raise DivergedError(self.number, self._next_step, "the recorded plan differs", recorded, plan)
         self._next_step += 1
         yield from self._apply_due(in_step=True)
         if decision is not None and decision.is_failed:
@@ -288,14 +284,14 @@ class EngineRerun:
     def _decided(self, plan: StepPlan, result: StepResult | None, events: StepEvents | None) -> DecidedStep:
         self.num_steps += 1
         if not self.timings:
-            self._diverge("the recording has no turn for this step", plan.step, plan)
+            self._diverge("the recording has no turn of this step", plan.step, plan)
         rows = self.tokens.popleft() if events is not None and self.tokens else ()
         tokens = dict(zip(compress(plan.seq_ids, plan.samples), rows, strict=False))
         finished = self.scheduler.drain_finished()
         return DecidedStep(self.number, plan, result, events, finished, self.timings.popleft(), tokens)
 
     def _apply_due(self, in_step: bool = False) -> Iterator[AppliedCommand]:
-        """Give the commands that came before the next step, or while this one is under way."""
+        """Apply the commands before the next step, or during the current one."""
         commands = self._commands
         while commands and commands[0].step <= self._next_step:
             command = commands[0]
@@ -311,23 +307,23 @@ class EngineRerun:
         raise DivergedError(self.number, self._next_step if step is None else step, what, recorded)
 
     def _damaged(self, why: str, recorded: StepPlan | None) -> NoReturn:
-        """The record of the next step is damaged: report the plan that is decided here."""
+        """The record of the next step is damaged: report the plan computed here."""
         deque(self._apply_due(), maxlen=0)
         decided = self.scheduler.schedule()
         raise DivergedError(self.number, self._next_step, f"the record is damaged: {why}", recorded, decided)
 
 
 def _states_of(entry: Checkpoint) -> tuple[SchedulerState, FingerprintState]:
-    """The recorded states, with hashes and tenants as a replay's scheduler sees them.
+    """Recorded states, with the hashes and tenants of replays.
 
     Raises:
-        TraceError: it holds none.
+        TraceError: the checkpoint has no valid state.
     """
     try:
         scheduler = msgspec.msgpack.decode(entry.scheduler, type=SchedulerState)
         fingerprint = msgspec.msgpack.decode(entry.fingerprint, type=FingerprintState)
     except msgspec.MsgspecError as error:
-        raise TraceError(f"a checkpoint does not hold the state of a scheduler: {error}") from error
+        raise TraceError(f"a checkpoint has no valid scheduler state: {error}") from error
     contents, tenants = tuple(map(content_of, entry.contents)), tuple(map(str, entry.tenants))
     return scheduler._replace(contents=contents, tenants=tenants), fingerprint
 
@@ -339,7 +335,7 @@ def _repeat_of(plan: StepPlan) -> StepPlan:
 
 
 def _result(plan: StepPlan, num_tokens: dict[int, int], ends: dict[int, FinishReason]) -> StepResult:
-    """Result of the executor and the sampler; LENGTH is the scheduler's own to say."""
+    """Result of the executor and the sampler, without LENGTH, which the scheduler determines."""
     sampling = list(compress(plan.seq_ids, plan.samples))
     reasons = [ends.get(seq_id) for seq_id in sampling]
     return StepResult(
@@ -353,7 +349,7 @@ def _ends_text(ends: dict[int, FinishReason]) -> str:
 
 
 class NewRow(NamedTuple):
-    """A row that does not continue the step before."""
+    """A row that does not continue the previous step."""
 
     position: int
     seq_id: int
@@ -361,12 +357,12 @@ class NewRow(NamedTuple):
     length: int
     samples: bool
     num_kept: int
-    """Leading blocks that it had in the step before."""
+    """Leading blocks that it had in the previous step."""
     blocks: tuple[int, ...]
 
 
 class StepRecord(NamedTuple):
-    """One record of the fingerprint, read: a step and its repeats. Layout: `lockstep.core.fingerprint`."""
+    """Decoded record of the fingerprint: a step and its repeats. Layout: `lockstep.core.fingerprint`."""
 
     is_failed: bool
     evicted: tuple[int, ...]
@@ -379,19 +375,19 @@ class StepRecord(NamedTuple):
     gone: tuple[int, ...]
     rows: tuple[NewRow, ...]
     num_tokens: dict[int, int]
-    """By sequence, of those that got more than one."""
+    """Number of tokens of sequences with more than one."""
     ends: dict[int, FinishReason]
     repeats: int
 
     def plan(self, step: int, before: StepPlan | None, ended: Collection[int]) -> StepPlan:
-        """The plan of the record's first step.
+        """Plan of the record's first step.
 
         Args:
-            before: of the step before; None after a failed one.
-            ended: sequences that ended with that.
+            before: plan of the previous step; None after a failed one.
+            ended: sequences that ended with the previous step.
 
         Raises:
-            ValueError: no plan follows from it.
+            ValueError: no valid plan follows.
         """
         rows = {row.position: row for row in self.rows}
         left = {*ended, *self.gone, *(row.seq_id for row in self.rows)}
@@ -418,16 +414,16 @@ class StepRecord(NamedTuple):
 
 
 def decode_record(record: bytes) -> StepRecord:
-    """Read a record.
+    """Decode a record.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes are not a record.
     """
     numbers = _numbers(record)
     try:
         tag = next(numbers)
         if tag not in (1, _FAILED):
-            raise ValueError(f"a record begins with 1 or 2, not {tag}")
+            raise ValueError(f"a record begins with the byte 1 or 2, not {tag}")
         # Fields in the order of their bytes.
         read = StepRecord(
             tag == _FAILED,
@@ -442,7 +438,7 @@ def decode_record(record: bytes) -> StepRecord:
     except (StopIteration, RuntimeError, IndexError) as error:
         raise ValueError("it ends too early, or a sequence ends for an unknown reason") from error
     if next(numbers, None) is not None:
-        raise ValueError("it goes on behind its end")
+        raise ValueError("it has bytes after its end")
     return read
 
 
@@ -455,7 +451,7 @@ def _numbers(data: bytes) -> Iterator[int]:
             yield value
             value = shift = 0
     if shift:
-        raise ValueError("it ends within a number")
+        raise ValueError("it ends inside a number")
 
 
 def _ids(numbers: Iterator[int]) -> tuple[int, ...]:

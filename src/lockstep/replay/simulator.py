@@ -1,9 +1,10 @@
 """Simulation of a workload on the real scheduler, with a logical clock and no model.
 
-Reads no clock, draws nothing at random and inspects no token: the same workload, config and cost model give the same
-replay. Per step, in this order: commit of the step before, arrivals whose time has come, schedule. A step that only
-repeats the one before is not planned again but counted, up to the next arrival, end or block border
-(``run_lengths``); every figure and the fingerprint are those of single steps.
+The result is deterministic: the simulation uses no wall clock and no randomness, and inspects no token, so the same
+workload, config and cost model give the same replay. Each step commits the previous step, queues the requests whose
+arrival time has come, and schedules, in this order. A step that only repeats the previous one is counted and not
+planned again, up to the next arrival, end or block border (``run_lengths``). All figures and the fingerprint equal
+those of single steps.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from lockstep.core.step import Explain
 from lockstep.errors import RequestError, UsageError
 from lockstep.replay.cache_oracle import UnboundedCache
 from lockstep.replay.cost import CostModel
-from lockstep.replay.progress import Gaps, Progress, RequestLife
+from lockstep.replay.progress import Gaps, Progress, RequestProgress
 from lockstep.replay.timeline import RequestOutcome, Tick, Totals, Watcher
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest, content_hashes
 
 MAX_REQUESTS = 1_000_000
-"""Requests of one replay: the outcome of each is kept, about half a kilobyte."""
+"""Maximum requests of one replay; each outcome takes about half a kilobyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +39,34 @@ class Replay:
     cost: CostModel
     unit: ArrivalUnit
     is_timed: bool
-    """True if a cost model or arrivals in time were given; if not, times mean nothing and ticks count."""
+    """True if a cost model or arrivals in time were given. Otherwise only ticks are meaningful, not times."""
     outcomes: tuple[RequestOutcome, ...]
-    """One per request that arrived, in their order."""
+    """Outcome of each arrived request, in the order of arrival."""
     totals: Totals
     gaps: Gaps
     stats: SchedulerStats
     fingerprint: str
-    """Digest of every decision, sixteen hex digits (core/fingerprint.py)."""
+    """Digest of all decisions, sixteen hex digits (core/fingerprint.py)."""
     num_ticks: int
     duration_ps: int
     """Logical time at the end of the last step."""
     num_reserved_blocks: int
-    """KV blocks that the prompts and maximal outputs of the admitted requests would fill, summed."""
+    """Number of KV blocks for the prompts and maximum outputs of the admitted requests."""
     num_unbounded_hit_tokens: int | None = None
-    """Prompt tokens that a prefix cache without bounds would have held; None: no caching, or no known contents."""
+    """Prompt tokens found in a prefix cache without bounds; None: no caching, or unknown contents."""
     notes: tuple[str, ...] = ()
-    """Caveats of the figures."""
+    """Warnings about the figures."""
 
 
 class Simulation:
     """One run of a workload, step by step.
 
     Args:
-        cost: how long a step takes; None: 10 ms, whatever it computes.
-        watchers: called with every tick.
-        on_arrival: called with each request that is queued: its sequence's id, what the scheduler was given, and the
-            picosecond of its arrival.
-        run_lengths: count steps that repeat; False: plan and commit each one by itself.
+        cost: step prices; None: 10 ms per step.
+        watchers: functions called with every tick.
+        on_arrival: function called for each queued request, with its sequence's id, its core request, and its arrival
+            in picoseconds.
+        run_lengths: count repeating steps; False: plan and commit each step individually.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Simulation:
         self.workload = workload
         self.config = config
         self.cost = CostModel() if cost is None else cost
-        # All sequences that end in one step are read after it; this bound decides nothing else.
+        # Sequences that end in one step are read together; this bound affects nothing else.
         self.scheduler = Scheduler(replace(config, max_finished=max(config.max_finished, config.max_num_seqs)))
         self.tick = 0
         """Number of the next tick."""
@@ -89,13 +90,13 @@ class Simulation:
         """Logical time at which the next tick begins."""
         self.notes: list[str] = []
         self.refusals: list[str] = []
-        """Names of the requests that were refused on arriving, in their order."""
+        """Names of the requests that were refused when they arrived, in order."""
         self._watchers = tuple(watchers)
         self._on_arrival = on_arrival
         self.run_lengths = run_lengths
-        """Whether steps that repeat are counted; may change between two steps."""
+        """Whether repeating steps are counted; may change between two steps."""
         self.explain: Explain | None = None
-        """Receives the reasons why a step passes sequences over, from the next step on."""
+        """Called with the reasons why a step passes sequences over, from the next step on."""
         self._is_timed = cost is not None or workload.unit is ArrivalUnit.PS
         self._in_ticks = workload.unit is ArrivalUnit.TICKS
         self._fingerprint = Fingerprint()
@@ -110,7 +111,7 @@ class Simulation:
         self._requests = iter(workload.requests)
         self._next: WorkloadRequest | None = next(self._requests, None)
         self._horizon: int | None = None if self._next is None else self._next.arrival
-        """The time before which no request arrives; None: no more requests come."""
+        """Time before which no request arrives; None: no further requests."""
 
     @property
     def fingerprint(self) -> str:
@@ -124,7 +125,7 @@ class Simulation:
         return self.replay()
 
     def step(self) -> Tick | None:
-        """Simulate the next tick, or equal ones at once; None when all requests have ended and no more will come."""
+        """Simulate the next tick, or several equal ones; None: all requests have ended and none follows."""
         while not self._take_arrivals():
             if self._next is None:
                 return None
@@ -136,7 +137,7 @@ class Simulation:
     def replay(self) -> Replay:
         """Result so far."""
         self._progress.settle()
-        # Outcomes of requests under way go on changing.
+        # Outcomes of open requests may still change.
         outcomes = [each if each.is_completed else replace(each) for each in self._outcomes]
         return Replay(
             name=self.workload.name,
@@ -159,7 +160,7 @@ class Simulation:
     # -- arrivals -----------------------------------------------------------------------------------------------------
 
     def _take_arrivals(self) -> bool:
-        """Queue the requests whose time has come; whether there is anything to do."""
+        """Queue the requests whose arrival time has come; True if there is any work."""
         now = self.tick if self._in_ticks else self.now_ps
         while self._next is not None and self._next.arrival <= now:
             self._add(self._next, self.hashes_of(self._next))
@@ -175,7 +176,7 @@ class Simulation:
     def advance(self, until_ps: int) -> Tick | None:
         """Simulate the next tick if it begins before ``until_ps``, the next possible arrival; None: it does not.
 
-        For callers that add requests by ``arrive``, to a simulation whose workload is empty and counts picoseconds.
+        For callers that add requests by ``arrive``, to a simulation with an empty workload in picoseconds.
         """
         if not self.scheduler.has_work or self.now_ps >= until_ps:
             return None
@@ -183,14 +184,15 @@ class Simulation:
         return self._emit(self._run_step())
 
     def arrive(self, request: WorkloadRequest, hashes: tuple[bytes, ...]) -> RequestOutcome:
-        """Queue a request that arrives after all ticks that begin before it; returns its outcome, as it becomes."""
+        """Queue a request that arrives after all ticks that begin before it; returns its outcome, which is updated
+        later."""
         if not self.scheduler.has_work:
             self.now_ps = max(self.now_ps, request.arrival)
         self._add(request, hashes)
         return self._outcomes[-1]
 
     def hashes_of(self, request: WorkloadRequest) -> tuple[bytes, ...]:
-        """Hashes of a prompt's full blocks; none where nothing is known of what it shares."""
+        """Hashes of a prompt's full blocks; empty if its contents are unknown."""
         size = self._content_size
         if not size or not request.contents:
             return ()
@@ -198,7 +200,7 @@ class Simulation:
 
     def _add(self, request: WorkloadRequest, hashes: tuple[bytes, ...]) -> None:
         if len(self._outcomes) >= MAX_REQUESTS:
-            raise UsageError(f"{self.workload.name} has more than {MAX_REQUESTS:,} requests; take a part with --limit")
+            raise UsageError(f"{self.workload.name} has more than {MAX_REQUESTS:,} requests; limit them with --limit")
         arrival_ps = self.now_ps if self._in_ticks else request.arrival
         outcome = RequestOutcome(
             request.name,
@@ -219,16 +221,16 @@ class Simulation:
             outcome.refusal = str(refusal)
             self.refusals.append(request.name)
             return
-        self._progress.lives[outcome.seq_id] = RequestLife(request, outcome, request.num_output_tokens)
+        self._progress.lives[outcome.seq_id] = RequestProgress(request, outcome, request.num_output_tokens)
         if self._on_arrival is not None:
             self._on_arrival(outcome.seq_id, core_request, arrival_ps)
 
     def _usable_content_size(self) -> int:
-        """Size of the workload's contents, or 0 where their borders are not those of blocks."""
+        """Content size of the workload, or 0 if it is not a multiple of the block size."""
         size, block_size = self.workload.content_size, self.config.block_size
         if size % block_size:
             self.notes.append(
-                f"contents are ignored, nothing is shared: {size} tokens each, no multiple of block_size {block_size}"
+                f"contents are ignored, so nothing is shared: {size} tokens are no multiple of block_size {block_size}"
             )
             return 0
         return size
@@ -247,7 +249,7 @@ class Simulation:
         return Tick(self.tick, num_ticks, self.now_ps, num_ticks * self.cost.constant_ps, None, None, 0, 0, 0, 0, 0)
 
     def _run_step(self) -> Tick:
-        """Plan and commit one step, and count those that repeat it."""
+        """Plan and commit one step, and count the steps that repeat it."""
         scheduler, progress, fingerprint = self.scheduler, self._progress, self._fingerprint
         plan = scheduler.schedule(self.explain)
         num_queued, num_active = scheduler.num_waiting, scheduler.num_running
@@ -290,7 +292,7 @@ class Simulation:
         )
 
     def _num_repeats(self, end_ps: int, num_seqs: int, num_context: int) -> int:
-        """Number of times that the step that ends at ``end_ps`` is sure to repeat before the next arrival joins."""
+        """Number of times that the step that ends at ``end_ps`` repeats before the next arrival."""
         most = min(self.scheduler.num_quiet_steps(), self._progress.num_quiet_steps)
         if self._horizon is None or most < 1:
             return most
@@ -306,7 +308,7 @@ class Simulation:
                 self._unbounded_cache.admit(request.contents, request.num_prompt_tokens)
 
     def _note_ends(self) -> None:
-        """Note the ends of the requests that ended with this step."""
+        """Record the ends of the requests that ended with this step."""
         self._progress.settle()
         for end in self.scheduler.drain_finished():
             life = self._progress.lives.pop(end.seq_id)

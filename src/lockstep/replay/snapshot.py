@@ -1,4 +1,4 @@
-"""Snapshots of one side at one step, for explanations: standings of sequences, and why the planner passed them over."""
+"""Snapshots of one side before one step: its sequences, and the planner's reasons for sequences that wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import Reason
-from lockstep.replay.divergence import DivergencePoint, StepDecision
+from lockstep.replay.divergence import SidePosition, StepDecision
 from lockstep.replay.playback import Playback, played
 from lockstep.replay.played_sequences import PlayedSequences
 from lockstep.replay.rerun import DecidedStep
@@ -24,9 +24,9 @@ class UnfinishedSequence:
     """One unfinished sequence before a step."""
 
     index: int
-    """Of its request in the workload; of a recording, its id."""
+    """Index of its request in the workload; for recordings, its sequence id."""
     outcome: RequestOutcome
-    """Of its request so far."""
+    """Outcome of its request so far."""
     state: SequenceState
     num_held_blocks: int = 0
 
@@ -48,42 +48,42 @@ class Snapshot:
     """One side at one step."""
 
     label: str
-    """``A`` or ``B``."""
+    """Label of the side: ``A`` or ``B``."""
     config: SchedulerConfig
     decision: StepDecision
-    standings: Mapping[int, UnfinishedSequence]
-    """By id, those that arrived for this step included."""
+    unfinished: Mapping[int, UnfinishedSequence]
+    """Unfinished sequences by id, including those that arrived for this step."""
     num_active: int
-    """Running after admission."""
+    """Number of running sequences after admission."""
     num_free_blocks: int
-    """Not held while the step runs: free, or only cached."""
+    """Number of blocks not in use during the step: free or cached."""
     num_free_host_blocks: int
-    """Before the step."""
+    """Number of free host blocks before the step."""
     reasons: Sequence[Reason] = ()
-    """Of the planner, for the step."""
+    """The planner's reasons in this step."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Why requests were refused on arriving for this step, by their names."""
+    """Reasons for refusals of requests that arrived for this step, by request name."""
 
     def name(self, seq_id: int) -> str:
-        """Name of a sequence: that of its request in the file."""
-        standing = self.standings.get(seq_id)
-        return f"#{seq_id}" if standing is None else standing.name
+        """Name of a sequence's request in the file."""
+        sequence = self.unfinished.get(seq_id)
+        return f"#{seq_id}" if sequence is None else sequence.name
 
     def reasons_of(self, seq_id: int) -> list[Reason]:
-        """The planner's reasons about one sequence."""
+        """The planner's reasons for one sequence."""
         return [reason for reason in self.reasons if reason.seq_id == seq_id]
 
     def num_in_state(self, state: SequenceState) -> int:
-        """Sequences that were in that state before the step."""
-        return sum(standing.state is state for standing in self.standings.values())
+        """Number of sequences in a state before the step."""
+        return sum(sequence.state is state for sequence in self.unfinished.values())
 
 
-def simulated_snapshot(label: str, simulation: Simulation, place: DivergencePoint) -> Snapshot:
-    """A simulation where it stood, run again up to there.
+def simulated_snapshot(label: str, simulation: Simulation, place: SidePosition) -> Snapshot:
+    """Snapshot of a simulation, run again up to a position.
 
     Args:
-        simulation: a fresh one, of the side.
-        place: where the side stood.
+        simulation: a new simulation of the side.
+        place: position of the snapshot.
     """
     while simulation.tick < place.run_tick and simulation.step() is not None:
         pass
@@ -92,7 +92,7 @@ def simulated_snapshot(label: str, simulation: Simulation, place: DivergencePoin
         pass
     scheduler, config = simulation.scheduler, simulation.config
     outcomes = simulation.replay().outcomes
-    standings = _standings(scheduler, enumerate(outcomes))
+    unfinished = _unfinished(scheduler, enumerate(outcomes))
     num_free_host_blocks = scheduler.stats().num_free_host_blocks
     reasons: list[Reason] = []
     simulation.explain = reasons.append
@@ -100,12 +100,12 @@ def simulated_snapshot(label: str, simulation: Simulation, place: DivergencePoin
     arrived = simulation.replay().outcomes[len(outcomes) :]
     for index, outcome in enumerate(arrived, start=len(outcomes)):
         if not outcome.refusal:
-            standings[outcome.seq_id] = UnfinishedSequence(index, outcome, SequenceState.WAITING)
+            unfinished[outcome.seq_id] = UnfinishedSequence(index, outcome, SequenceState.WAITING)
     return Snapshot(
         label=label,
         config=config,
         decision=place.decision,
-        standings=standings,
+        unfinished=unfinished,
         num_active=0 if tick is None else tick.num_active,
         num_free_blocks=config.num_blocks - (0 if tick is None else tick.num_used_blocks),
         num_free_host_blocks=num_free_host_blocks,
@@ -114,13 +114,13 @@ def simulated_snapshot(label: str, simulation: Simulation, place: DivergencePoin
     )
 
 
-def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, place: DivergencePoint) -> Snapshot | None:
-    """An engine of a recording as it stood after so many steps, before the next; None: there was no such engine.
+def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, place: SidePosition) -> Snapshot | None:
+    """Snapshot of a recorded engine after ``num_steps`` steps, before the next one; None: no such engine.
 
-    Sequences that came before the recording have no entry in ``standings``.
+    Sequences added before the recording have no entry in ``unfinished``.
     """
     playback, sequences = Playback(trace.entries()), PlayedSequences()
-    standings: dict[int, UnfinishedSequence] = {}
+    unfinished: dict[int, UnfinishedSequence] = {}
     reasons: list[Reason] = []
     num_seen = num_ended = num_free_host_blocks = 0
     for event in played(trace, playback):
@@ -133,7 +133,7 @@ def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, pla
         if num_seen == num_steps and rerun is not None:
             rerun.explain = reasons.append
             here = (each.outcome for each in sequences.open.values() if each.engine.number == engine)
-            standings = _standings(rerun.scheduler, ((outcome.seq_id, outcome) for outcome in here))
+            unfinished = _unfinished(rerun.scheduler, ((outcome.seq_id, outcome) for outcome in here))
             num_free_host_blocks = rerun.scheduler.stats().num_free_host_blocks
     rerun = playback.engines.get(engine)
     if rerun is None:
@@ -143,7 +143,7 @@ def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, pla
         label=label,
         config=rerun.config,
         decision=place.decision,
-        standings=standings,
+        unfinished=unfinished,
         num_active=stats.num_running + num_ended,
         num_free_blocks=stats.num_blocks - stats.num_held_blocks,
         num_free_host_blocks=num_free_host_blocks,
@@ -151,8 +151,8 @@ def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, pla
     )
 
 
-def _standings(scheduler: Scheduler, numbered: Iterable[tuple[int, RequestOutcome]]) -> dict[int, UnfinishedSequence]:
-    """Standings of those that have not ended."""
+def _unfinished(scheduler: Scheduler, numbered: Iterable[tuple[int, RequestOutcome]]) -> dict[int, UnfinishedSequence]:
+    """Sequences that have not ended."""
     views = ((index, outcome, scheduler.view(outcome.seq_id)) for index, outcome in numbered)
     return {
         outcome.seq_id: UnfinishedSequence(index, outcome, view.state, len(view.table))

@@ -1,6 +1,6 @@
-"""Sweeps: many configs on one workload, each in a replay of its own, in several processes; the best and the cheapest.
+"""Sweeps: replays one workload with many configs in several processes, and finds the best and the cheapest.
 
-Results have the order of the configs, whichever replay ends first.
+Results have the order of the configs, independent of the order of completion.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class SweepOutcome:
 
     settings: Settings
     config: SchedulerConfig | None
-    """None: the combination cannot work."""
+    """Config of the combination; None: it is invalid."""
     figures: Mapping[str, float]
-    """Numbers of the report, by their path; empty when there is none."""
+    """Numeric figures of the report by path; empty: no report."""
     refusal: str = ""
-    """Why there is no report."""
+    """Reason why there is no report."""
     note: str = ""
-    """Caveat of its times."""
+    """Warning about its times."""
 
     @property
     def good_share(self) -> float | None:
-        """Requests that met every goal, of all that arrived; None without goals."""
+        """Share of arrived requests that met every goal; None: no goals."""
         return self.figures.get("goodput.ratio")
 
 
 @dataclass(frozen=True, slots=True)
 class SweepJob:
-    """Work of each process: everything but the combination."""
+    """Common inputs of all combinations, for each process."""
 
     workload: Workload
-    """With its requests as a tuple."""
+    """Workload; its requests are a tuple."""
     common: Settings
     """Settings that all combinations share."""
     priced: Priced | None
@@ -59,7 +59,7 @@ class SweepJob:
 
 
 def evaluate(job: SweepJob, settings: Settings) -> SweepOutcome:
-    """Replay one combination. What cannot work is an outcome too."""
+    """Replay one combination. An invalid combination is an outcome with a refusal."""
     config = None
     try:
         config = config_for(job.workload, {**job.common, **settings})
@@ -78,8 +78,8 @@ def sweep(
     """Replay all combinations.
 
     Args:
-        num_processes: how many at a time; 1: here, without another process.
-        on_outcome: called after each.
+        num_processes: number of processes; 1: the calling process only.
+        on_outcome: function called after each replay.
     """
     job = replace(job, workload=replace(job.workload, requests=tuple(job.workload.requests)))
     outcomes = []
@@ -92,10 +92,10 @@ def sweep(
 
 @contextmanager
 def _answers(job: SweepJob, combinations: Sequence[Settings], num_processes: int) -> Iterator[Iterator[SweepOutcome]]:
-    """The outcomes as they are requested. The end of the block, however it comes, ends the processes.
+    """Outcomes in the order of requests for them. Leaving the block in any way ends the processes.
 
-    Each process has every n-th combination from the start and a pipe of its own: a pool sends each combination with
-    the whole job, and waits for ever to send it once its processes are gone.
+    Each process has every n-th combination and its own pipe. A process pool would send the whole job with each
+    combination, and would wait forever if its processes had ended.
     """
     if num_processes <= 1:
         yield (evaluate(job, settings) for settings in combinations)
@@ -103,7 +103,7 @@ def _answers(job: SweepJob, combinations: Sequence[Settings], num_processes: int
     context = multiprocessing.get_context("spawn")
     processes, readers = [], []
     try:
-        with _interrupt_kept_back():
+        with _delayed_interrupt():
             for first in range(num_processes):
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(
@@ -132,16 +132,16 @@ def _received(answers: Connection) -> SweepOutcome:
         outcome: SweepOutcome = answers.recv()
     except EOFError:
         raise LockstepError(
-            "a process of the sweep was ended from outside; run it again, with fewer --jobs if memory was short"
+            "a process of the sweep was killed; run the sweep again, with fewer --jobs if memory was short"
         ) from None
     return outcome
 
 
 @contextmanager
-def _interrupt_kept_back() -> Iterator[None]:
-    """Delay Ctrl-C until the block ends: nothing could end a process that is only half started.
+def _delayed_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C until the block ends, because a process that is only partly started could not be ended.
 
-    A terminal sends the signal to the new processes as well. They ignore it, and their parent ends them.
+    A terminal sends the signal also to the new processes. They ignore it, and their parent ends them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -160,7 +160,7 @@ def _interrupt_kept_back() -> Iterator[None]:
 
 
 def front(outcomes: Sequence[SweepOutcome], objectives: Sequence[str]) -> tuple[bool, ...]:
-    """True for outcomes that no other beats in the objectives; one that lacks a figure is no candidate."""
+    """True for each outcome that no other dominates in the objectives; False for outcomes without a figure."""
     return pareto_front(
         [
             [as_less_is_better(each.figures, name) for name in objectives]
@@ -172,10 +172,10 @@ def front(outcomes: Sequence[SweepOutcome], objectives: Sequence[str]) -> tuple[
 
 
 def cheapest(outcomes: Sequence[SweepOutcome], least_share: float) -> int | None:
-    """Index of the cheapest outcome in which enough requests meet the goals; None: there is none.
+    """Index of the cheapest outcome with enough requests that meet the goals; None: none.
 
     Args:
-        least_share: requests that must meet every goal, of all that arrived, refused ones too.
+        least_share: minimum share of arrived requests, including refused ones, that must meet every goal.
     """
     good = [
         (price(each.config), index)
@@ -186,10 +186,10 @@ def cheapest(outcomes: Sequence[SweepOutcome], least_share: float) -> int | None
 
 
 def pareto_front(points: Sequence[Sequence[float] | None]) -> tuple[bool, ...]:
-    """True for points that are not beaten: no other is at least as good in everything and better in something.
+    """True for each point that is not dominated: no other is at least as good in everything and better in something.
 
     Args:
-        points: one value per objective, less is better; None: no candidate.
+        points: one value per objective, less is better; None: not a candidate.
     """
     return tuple(
         point is not None and not any(other is not None and _beats(other, point) for other in points)
@@ -203,8 +203,8 @@ def _beats(other: Sequence[float], point: Sequence[float]) -> bool:
 
 
 def price(config: SchedulerConfig) -> tuple[int, ...]:
-    """Price of a config, for comparing: first KV memory in tokens, then host memory, then sequences at once, then
-    tokens of a step."""
+    """Price of a config, for comparisons: KV memory in tokens, then host memory, then sequences, then tokens per
+    step."""
     return (
         config.num_blocks * config.block_size,
         config.num_host_blocks * config.block_size,

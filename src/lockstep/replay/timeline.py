@@ -1,4 +1,4 @@
-"""Course of a replay as values: ticks for watchers and as records, request outcomes, and the sums over both."""
+"""Timeline of a replay: defines ticks, their records, the outcomes of requests, and totals."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepEvents, StepPlan
 
 MAX_TICKS = 500_000
-"""Maximum ticks of a report; it leaves out those after them, and notes that."""
-MAX_TICKS_UNASKED = 10_000
-"""A replay of more has them only where they are requested."""
+"""Maximum ticks in a report; further ones are omitted with a warning."""
+DEFAULT_MAX_TICKS = 10_000
+"""Maximum ticks of a replay whose report lists them without --ticks."""
 
 
 class Tick(NamedTuple):
     """One step, a run of steps in which every row of ``plan`` decodes one token more each time, or idle ticks."""
 
     tick: int
-    """Number of the first, idle ones counted."""
+    """Number of the first tick, including idle ones."""
     num_ticks: int
     start_ps: int
-    """Logical time at which the first begins."""
+    """Logical time at the begin of the first tick."""
     duration_ps: int
-    """Duration of all of them."""
+    """Total duration of all of them."""
     plan: StepPlan | None
-    """Of the first; None: idle, nothing ran."""
+    """Plan of the first; None: idle, no step ran."""
     events: StepEvents | None
-    """Of the first. Only the first can admit, preempt or finish sequences, or take blocks."""
+    """Events of the first. Only the first can admit, preempt or finish sequences, or allocate blocks."""
     num_prefill_tokens: int
     """Prompt tokens that each of them computes; 0 in a run of several."""
     num_decoded_tokens: int
-    """Output tokens that all of them brought together."""
+    """Total output tokens of all of them."""
     num_queued: int
-    """Waiting after admission: in the queue, or preempted."""
+    """Number of queued or preempted requests after admission."""
     num_active: int
-    """Running after admission, those that end with this step included."""
+    """Number of running requests after admission, including those that end with this step."""
     num_used_blocks: int
-    """Held during the step, before those that end give theirs back."""
+    """Blocks in use during the step, including those of sequences that end with it."""
 
     @property
     def num_decode_inputs(self) -> int:
-        """Tokens of each of the steps that are no prompt."""
+        """Tokens per step that are not prompt tokens."""
         return 0 if self.plan is None else self.plan.num_tokens - self.num_prefill_tokens
 
 
 class Course(NamedTuple):
-    """Borders of a request's phases in one unit: ticks, of which one ends where the next begins, or picoseconds."""
+    """Times of a request's phases in one unit: ticks, where the end of one is the begin of the next, or picoseconds."""
 
     arrival: int
     admitted: int
-    """Begin of the step that admitted it; -1: none did. Likewise the others."""
+    """Begin of the step that admitted it; -1, as in the following fields: not reached."""
     first_token: int
-    """End of the step that brought its first token."""
+    """End of the step with its first token."""
     finished: int
     """End of its last step."""
     num_output_tokens: int
 
     @property
     def ttft(self) -> int:
-        """Arrival to first token."""
+        """Time from arrival to first token."""
         return self.first_token - self.arrival
 
     @property
     def e2e(self) -> int:
-        """Arrival to end."""
+        """Time from arrival to end."""
         return self.finished - self.arrival
 
     def tpot(self, scale: int = 1) -> int:
@@ -76,11 +76,11 @@ class Course(NamedTuple):
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Outcome of one request. Ticks and times are of the logical clock; -1: it never came so far."""
+    """Outcome of one request. Ticks and times are those of the logical clock; -1: not reached."""
 
     name: Final[str]
     seq_id: int
-    """-1: refused at its arrival."""
+    """Sequence id; -1: refused at its arrival."""
     priority: Final[int]
     tenant: Final[str]
     num_prompt_tokens: Final[int]
@@ -95,14 +95,14 @@ class RequestOutcome:
     admitted_ps: int = -1
     """Begin of the step that admitted it."""
     first_token_ps: int = -1
-    """End of the step that brought its first token."""
+    """End of the step with its first token."""
     finished_ps: int = -1
     """End of its last step."""
     refusal: str = ""
-    """Why it was refused."""
+    """Reason of the refusal; empty: not refused."""
 
     def end(self, sequence: FinishedSequence, tick: int, end_ps: int) -> None:
-        """Note that its sequence ended with the step of that number."""
+        """Record that its sequence ended with a step."""
         self.finished_tick, self.finished_ps = tick, end_ps
         self.num_cached_tokens, self.num_preemptions = sequence.num_cached_tokens, sequence.num_preemptions
 
@@ -112,14 +112,14 @@ class RequestOutcome:
 
     @property
     def in_ticks(self) -> Course:
-        """Its phases in ticks; what ends with a tick ends at the begin of the next."""
+        """Phases in ticks; the end of a tick is the begin of the next."""
         first, last = self.first_token_tick, self.finished_tick
         first, last = first + (first >= 0), last + (last >= 0)
         return Course(self.arrival_tick, self.admitted_tick, first, last, self.num_output_tokens)
 
     @property
     def in_ps(self) -> Course:
-        """Its phases in picoseconds."""
+        """Phases in picoseconds."""
         return Course(self.arrival_ps, self.admitted_ps, self.first_token_ps, self.finished_ps, self.num_output_tokens)
 
 
@@ -127,19 +127,19 @@ Watcher = Callable[[Tick], None]
 
 
 class Totals:
-    """Sums and peaks over ticks.
+    """Sums and maxima over ticks.
 
     Args:
-        max_active: sequences that may run at once.
+        max_active: maximum number of running sequences.
     """
 
     def __init__(self, max_active: int) -> None:
         self._max_active = max_active
         self.num_steps = 0
         self.busy_ps = 0
-        """Time in steps."""
+        """Total time of steps."""
         self.num_prefill_tokens = 0
-        """Prompt tokens computed, those computed again counted again, hits not."""
+        """Number of computed prompt tokens, without cache hits and including recomputed ones."""
         self.num_decoded_tokens = 0
         self.num_block_ticks = 0
         """Blocks in use, summed over ticks."""
@@ -147,12 +147,12 @@ class Totals:
         self.max_queued = 0
         self.max_active = 0
         self.num_queue_pressure_ticks = 0
-        """Ticks after whose admission requests still waited."""
+        """Number of ticks with waiting requests after admission."""
         self.num_active_capacity_ticks = 0
-        """Ticks in which as many ran as may."""
+        """Number of ticks with the maximum of running requests."""
 
     def add(self, tick: Tick) -> None:
-        """Take in one tick, or a run of them."""
+        """Add one tick or a run of ticks."""
         num_ticks = tick.num_ticks
         if tick.plan is None:
             return
@@ -173,30 +173,30 @@ class Totals:
                 self.max_queued = tick.num_queued
 
 
-Who = int | str
-"""A sequence by its id, or its request by its name."""
+SequenceRef = int | str
+"""Id of a sequence, or name of its request."""
 
 
 @dataclass(frozen=True, slots=True)
 class TickRecord:
-    """One tick as a file holds it. Every key is always there: nothing happened is an empty list, or 0."""
+    """One tick as stored in a file. All keys are always present; nothing happened is an empty list or 0."""
 
     tick: int
     start_ps: int
     duration_ps: int
-    admitted: tuple[Who, ...] = ()
-    resumed: tuple[Who, ...] = ()
-    preempted: tuple[Who, ...] = ()
-    decoded: tuple[Who, ...] = ()
-    """Those that got a token."""
-    completed: tuple[Who, ...] = ()
+    admitted: tuple[SequenceRef, ...] = ()
+    resumed: tuple[SequenceRef, ...] = ()
+    preempted: tuple[SequenceRef, ...] = ()
+    decoded: tuple[SequenceRef, ...] = ()
+    """Sequences that got a token."""
+    completed: tuple[SequenceRef, ...] = ()
     prefill_tokens: int = 0
-    """Prompt tokens computed."""
+    """Number of computed prompt tokens."""
     admitted_prefill_tokens: int = 0
-    """Those of them that were of requests admitted in it."""
+    """Number of computed prompt tokens of requests that this tick admitted."""
     decoded_tokens: int = 0
     queued: int = 0
-    """After admission, preempted ones counted; likewise the next."""
+    """Number of waiting requests after admission, including preempted ones."""
     active: int = 0
     used_blocks: int = 0
     swapped_out_blocks: int = 0
@@ -204,18 +204,18 @@ class TickRecord:
 
 
 class TickSpan(NamedTuple):
-    """One tick, or several that are alike: then everything happens in each of them."""
+    """One tick, or several ticks with the same events."""
 
     first: TickRecord
-    """By ids of sequences; its duration is that of all of them together."""
+    """Record of the first, with sequence ids; its duration is the total of all."""
     num_ticks: int
 
 
 class TickRecorder:
-    """A watcher that keeps the first spans.
+    """A watcher that records the first spans.
 
     Args:
-        most: how many.
+        most: maximum number of ticks.
     """
 
     def __init__(self, most: int = MAX_TICKS) -> None:
@@ -245,7 +245,7 @@ def _record_of(tick: Tick) -> TickRecord:
         decoded=tuple(compress(plan.seq_ids, plan.samples)),
         completed=tuple([finish.seq_id for finish in events.finished]),
         prefill_tokens=tick.num_prefill_tokens,
-        # All of it is prompt: those who were just admitted have computed nothing else.
+        # All of it is prompt: newly admitted sequences have computed nothing else.
         admitted_prefill_tokens=sum(length for seq_id, length in lengths if seq_id in plan.admitted),
         decoded_tokens=tick.num_decoded_tokens // tick.num_ticks,
         queued=tick.num_queued,
@@ -256,6 +256,6 @@ def _record_of(tick: Tick) -> TickRecord:
     )
 
 
-def names_of(outcomes: Iterable[RequestOutcome]) -> dict[Who, str]:
-    """Names of requests in their file, by the ids of their sequences."""
+def names_of(outcomes: Iterable[RequestOutcome]) -> dict[SequenceRef, str]:
+    """Names of requests in their file, by sequence id."""
     return {outcome.seq_id: outcome.name for outcome in outcomes if outcome.seq_id >= 0}

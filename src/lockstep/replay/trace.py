@@ -1,4 +1,4 @@
-"""Recordings on disk: the files of a run, their frames and entries, checked and bounded whatever they claim."""
+"""Recordings on disk: reads the files of a run with their frames and entries, and checks and bounds them."""
 
 from __future__ import annotations
 
@@ -18,118 +18,118 @@ from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader, EntryD
 from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, End, EngineEntry, Entry, Header
 
 MAX_FRAME_BYTES = 256 << 20
-"""Of one frame, decompressed: the checkpoint of a large pool has megabytes."""
+"""Maximum decompressed bytes of one frame; the checkpoint of a large pool has megabytes."""
 _PIECE_BYTES = 512
-"""Compressed bytes taken at a time; a hostile one becomes some 20 MB at most."""
+"""Compressed bytes per read. A malicious file of this size decompresses to at most 20 MB."""
 _READ_BYTES = 1 << 16
 _JSON_HEADER = re.compile(rb'\{"schema":(\d+),"lockstep":"([^"]*)"')
-"""Header of plans and routes before schema 11, which were lines of JSON."""
+"""Header of plans and routes before schema 11, when these were lines of JSON."""
 _NO_ENTRY = (IndexError, msgspec.MsgspecError, ConfigError)
-"""What reading raises where a frame ends within a chunk, or has other bytes."""
+"""Errors from reading a chunk that is cut or invalid."""
 STEPS: EntryDecoder[Entry] = msgspec.msgpack.Decoder(list[Entry])
-"""Decoder of the recording of a device's steps."""
+"""Decoder of a recording of a device's steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording, or several: files in order. Nothing is held but this; every reading starts anew."""
+    """A recording of one or several runs: its files in order. Each iteration reads the files again."""
 
     files: tuple[Path, ...]
     engines: tuple[EngineEntry, ...]
-    """Of the first file, in order of their numbers."""
+    """Engines of the first file, ordered by number."""
     header: Header
-    """Of the first file; its machine is empty where it does not say, as of simulated runs."""
+    """Header of the first file; its machine is empty if unknown, as for simulated runs."""
     findings: tuple[Finding, ...] = ()
-    """What is to be reported of the files: missing, repeated, out of place, cut."""
+    """Findings about the files: missing, repeated, misplaced, cut."""
     has_beginning: bool = True
-    """Whether the first file is the first of its run."""
+    """True if the first file is the first of its run."""
     num_runs: int = 1
-    """That were recorded in the directory."""
+    """Number of recorded runs in the directory."""
 
     def engine(self, number: int | None) -> EngineEntry:
-        """The engine of a number; None: the only one.
+        """Engine with a number; None: the only engine.
 
         Raises:
-            TraceError: there is none, or there are several; the message lists them.
+            TraceError: there is no such engine, or there are several; the message lists them.
         """
         names = ", ".join(f"{each.number} ({each.name})" for each in self.engines) or "none"
         if number is None and len(self.engines) > 1:
-            raise TraceError(f"the recording has several engines: {names}; choose one by its number, with --engine")
+            raise TraceError(f"the recording has several engines: {names}; choose one with --engine NUMBER")
         found = [each for each in self.engines if number in (None, each.number)]
         if not found:
-            raise TraceError(f"the recording has no engine {number or 0}; it has {names}")
+            raise TraceError(f"the recording has no engine {number or 0}; its engines are {names}")
         return found[0]
 
     def check_as_recorded(self, verb: str) -> None:
-        """Refuse a recording of which a file was changed, cut, removed or added.
+        """Raise an error if a file of the recording was changed, cut, removed or added.
 
         Raises:
-            TraceError: one was; the message names it.
+            TraceError: the message names the file.
         """
         for each in self.findings:
             if each.kind.is_fault:
                 raise TraceError(
-                    f"{self.files[0].parent}: {each}; {verb} needs the files as they were recorded: restore them, or "
-                    "name one file by itself"
+                    f"{self.files[0].parent}: {each}; {verb} needs the files as they were recorded; restore them, or "
+                    "name a single file"
                 )
 
     def check_unbroken(self, verb: str) -> None:
-        """Refuse a recording with faults or gaps, for callers that follow it from step to step.
+        """Raise an error if the recording has faults or gaps, for callers that need every step.
 
         Raises:
-            TraceError: something is not there; the message states what.
+            TraceError: a part is missing; the message names it.
         """
         self.check_as_recorded(verb)
         for each in self.findings:
             if each.kind is Kind.GAP:
-                raise TraceError(f"{each}; {verb} follows every step and cannot pass over that: name a file by itself")
+                raise TraceError(f"{each}; {verb} needs every step; name a single file")
 
     def entries(self) -> Iterator[Entry | CutFile]:
-        """Everything, file by file.
+        """All entries, file by file.
 
         Raises:
-            TraceError: a file is damaged, of a newer version, or no recording.
+            TraceError: a file is damaged, of a newer version, or not a recording.
         """
         for path in self.files:
             yield from read_entries(path, STEPS)
 
 
 def files_in(path: Path, suffix: str) -> tuple[Path, ...]:
-    """The files of a suffix in a directory, by name; of a single file, itself where it has the suffix."""
+    """Files with a suffix in a directory, ordered by name; for a single file, the file if it has the suffix."""
     if path.is_dir():
         return tuple(sorted(path.glob(f"*{suffix}")))
     return (path,) if path.suffix == suffix else ()
 
 
 def read_parts(path: Path, suffix: str, decoder: EntryDecoder[EntryT]) -> tuple[tuple[Part, ...], tuple[Finding, ...]]:
-    """The files of one kind of recording, in recorded order, and the findings about them.
+    """Files of one kind of recording in recorded order, and findings about them.
 
     Args:
-        path: a directory, or one file whatever it is called.
+        path: a directory, or one file of any name.
 
     Raises:
-        TraceError: a file is damaged, of another schema, or no recording of this kind; or nothing was recorded.
+        TraceError: a file is damaged, has another schema, or is not a recording of this kind; or nothing was recorded.
     """
     found = files_in(path, suffix) if path.is_dir() else (path,)
     parts, findings = arranged([part_of(each, decoder) for each in found], is_alone=not path.is_dir())
     if not parts:
-        raise TraceError(f"{path}: it breaks off before anything was recorded")
+        raise TraceError(f"{path}: it ends before the first entry")
     return parts, findings
 
 
 def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
-    """Find the files of a recording, in a directory or a single file, and read the engines of the first file.
+    """Open a recording in a directory or a single file, and read the engines of its first file.
 
     Args:
         noted: known findings about other files in the directory.
 
     Raises:
-        TraceError: there is no recording, it is of another version, or it is damaged.
+        TraceError: there is no recording, or it is of another version or damaged.
     """
     path = Path(path)
     if path.is_dir() and not files_in(path, SUFFIX):
         missing = "".join(f"; {each}" for each in folder_findings(path)[:1])
-        raise TraceError(f"{path}: no recording is there; its files end with {SUFFIX}{missing}")
+        raise TraceError(f"{path}: no recording found; recordings have files with the suffix {SUFFIX}{missing}")
     parts, findings = read_parts(path, SUFFIX, STEPS)
     simulated = [part.path.name for part in parts if part.is_simulated]
     simulated += [each.file for each in findings if each.kind is Kind.EMPTY]
@@ -138,7 +138,7 @@ def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
     findings = (*(each for each in findings if each.kind is not Kind.OPEN or each.file not in cut), *of_folder)
     entries = read_entries(parts[0].path, STEPS)
     header = next(entries)
-    assert isinstance(header, Header), "a part that is not empty has one"
+    assert isinstance(header, Header), "a part that is not empty has a header"
     engines = {entry.number: entry for entry in entries if isinstance(entry, EngineEntry)}
     return Trace(
         tuple(part.path for part in parts),
@@ -151,18 +151,18 @@ def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
 
 
 class CutFile(NamedTuple):
-    """A file that was not written to its end, as when its process was killed; what it holds was read."""
+    """A file that was not written to its end, for example because its process was killed; its contents were read."""
 
     path: Path
     offset: int
-    """Bytes that there are."""
+    """Size of the file in bytes."""
 
 
 def read_entries(path: Path, decoder: EntryDecoder[EntryT]) -> Iterator[EntryT | CutFile]:
-    """The entries of one file, and a `CutFile` where it breaks off.
+    """Entries of one file, followed by a `CutFile` if it is cut.
 
     Raises:
-        TraceError: it is damaged, of another schema, or no recording.
+        TraceError: the file is damaged, has another schema, or is not a recording.
     """
     reader = ChunkReader(decoder)
     frame: Frame | None = None
@@ -181,16 +181,16 @@ def read_entries(path: Path, decoder: EntryDecoder[EntryT]) -> Iterator[EntryT |
             if isinstance(error, ChangedChunkError):
                 raise TraceError(f"{where} {error}") from error
             if frame.is_whole:
-                raise TraceError(f"{where} is no entry of a recording: {error}") from error
+                raise TraceError(f"{where} is not an entry of a recording: {error}") from error
     if frame is None or not frame.is_whole or not isinstance(last, End):
         yield CutFile(path, path.stat().st_size)
 
 
 def part_of(path: Path, decoder: EntryDecoder[EntryT]) -> Part:
-    """The file as a part of its recording, by its header and its end.
+    """Part of a recording: the header and the end of a file.
 
     Raises:
-        TraceError: it is damaged, of another schema, or no recording.
+        TraceError: the file is damaged, has another schema, or is not a recording.
     """
     header: Header | None = None
     last: EntryT | CutFile | None = None
@@ -205,45 +205,45 @@ def part_of(path: Path, decoder: EntryDecoder[EntryT]) -> Part:
 
 
 def _check_header(path: Path, entry: object) -> None:
-    """Refuse a file whose first entry is no header of our schema."""
+    """Raise an error if the first entry is not a header of the current schema."""
     if not isinstance(entry, Header) or entry.file < 1:
-        raise TraceError(f"{path}: it does not begin as a recording does")
+        raise TraceError(f"{path}: its first entry is not the header of a recording")
     if entry.schema != SCHEMA_VERSION:
         raise _other_schema(path, entry.schema, entry.lockstep)
 
 
 def _other_schema(path: Path, schema: int, version: str) -> TraceError:
     return TraceError(
-        f"{path}: its schema is {schema}, and this version reads {SCHEMA_VERSION}; "
-        f"it was recorded by lockstep {version}"
+        f"{path}: its schema is {schema}, this version reads schema {SCHEMA_VERSION}; "
+        f"read it with lockstep {version}, which recorded it"
     )
 
 
 class Frame(NamedTuple):
-    """One frame, decompressed."""
+    """One decompressed frame."""
 
     offset: int
-    """Of the frame in its file."""
+    """Offset of the frame in its file."""
     data: bytes
     is_whole: bool
-    """False: the file ends within it; ``data`` is what can be read."""
+    """False: the file ends inside the frame; ``data`` is the readable part."""
 
 
 def read_frames(path: Path, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[Frame]:
-    """The frames of a file, in order.
+    """Frames of a file, in order.
 
     Args:
         max_bytes: maximum size of a frame after decompression.
 
     Raises:
-        TraceError: it cannot be read, a frame is damaged, or holds more than any recorder writes.
+        TraceError: the file cannot be read, or a frame is damaged or too large.
     """
     offset = at = 0
     data = bytearray()
     frame = zstandard.ZstdDecompressor().decompressobj()
     for piece in _pieces(path):
         if at == 0 and not piece.startswith(zstandard.FRAME_HEADER[: len(piece)]):
-            raise TraceError(f"{path}: it is no recording; `lockstep serve --trace DIR` makes them")
+            raise TraceError(f"{path}: not a recording; `lockstep serve --trace DIR` writes recordings")
         rest = piece
         while rest:
             try:
@@ -251,7 +251,7 @@ def read_frames(path: Path, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[Frame]
             except zstandard.ZstdError as error:
                 raise TraceError(f"{path}: the frame at byte {offset} is damaged before byte {at}: {error}") from None
             if len(data) > max_bytes:
-                raise TraceError(f"{path}: the frame at byte {offset} holds more than {max_bytes} bytes")
+                raise TraceError(f"{path}: the frame at byte {offset} has more than {max_bytes} bytes")
             taken = len(rest) - len(frame.unused_data)
             at += taken
             rest = frame.unused_data
@@ -271,4 +271,4 @@ def _pieces(path: Path) -> Iterator[bytes]:
                 for start in range(0, len(read), _PIECE_BYTES):
                     yield read[start : start + _PIECE_BYTES]
     except OSError as error:
-        raise TraceError(f"{path}: it cannot be read: {error.strerror}") from error
+        raise TraceError(f"{path}: cannot read the file: {error.strerror}") from error

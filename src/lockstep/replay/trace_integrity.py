@@ -1,8 +1,8 @@
-"""Trace integrity: files of a recording that are missing, repeated, out of place, empty or cut.
+"""Trace integrity: finds files of a recording that are missing, repeated, misplaced, empty or cut.
 
-Each file names its run and has a number in it. A recorder deletes its oldest files, and leaves no hole in the numbers
-of the others: what it could not write is a gap, which the next file states. So a missing number was removed by other
-means, and a gap is not a fault of the folder.
+Each file names its run and has a number in it. A recorder deletes its oldest files and leaves no gaps between the
+numbers of the others. If it could not write a part, the next file reports a gap. A missing number therefore means that
+another process removed a file, while a reported gap is not a fault of the folder.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ FileNumber = tuple[str, int]
 """A run, and the number of a file in it."""
 NO_FILE_NUMBER = ("", 0)
 _NAME = re.compile(r"(.+)-(\d{6,})")
-"""Of a recorder's files, without the suffix: run and number."""
+"""Name of a recorder's file without the suffix: run and number."""
 
 
 def place_in(name: str) -> FileNumber:
-    """The place that a file's name has; `NO_FILE_NUMBER`: it has none."""
+    """Run and number in a file's name; `NO_FILE_NUMBER`: none."""
     match = _NAME.fullmatch(Path(name).stem)
     return (match[1], int(match[2])) if match else NO_FILE_NUMBER
 
 
 class Part(NamedTuple):
-    """One file of a recording, by its header and its end."""
+    """One file of a recording: its header and its end."""
 
     path: Path
     run: str
-    """Empty where nothing of the file can be read."""
+    """Run; empty if the file cannot be read."""
     number: int
-    """From 1; 0 where nothing of the file can be read."""
+    """Number in the run, from 1; 0 if the file cannot be read."""
     num_bytes: int
     gap: str = ""
-    """Why what came before it was not written; empty: it was."""
+    """Reason why the part before it was not written; empty: no gap."""
     is_whole: bool = True
-    """Whether it was written to its end."""
+    """True if the file was written to its end."""
     goes_on: bool = False
-    """Whether its end announces another file."""
+    """True if its end announces another file."""
     is_simulated: bool = False
-    """A replay's recording: a run of its own, called as its user liked."""
+    """True for a recording of a replay: a single run with a file name that its user chose."""
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing of it can be read."""
+        """True if nothing in the file can be read."""
         return not self.number
 
     @property
     def named(self) -> FileNumber:
-        """Its place by its name."""
+        """Run and number in the file's name."""
         return place_in(self.path.name)
 
     @property
     def place(self) -> FileNumber:
-        """Its place by its header, or, where that cannot be read, by its name."""
+        """Run and number in the header, or in the name if the header cannot be read."""
         return self.named if self.is_empty else (self.run, self.number)
 
 
 class Kind(Enum):
-    """Kinds of things that are not as a recorder leaves them, or were found on the way."""
+    """Kinds of findings about the files of a recording."""
 
     MISSING = "missing"
     EMPTY = "empty"
@@ -71,26 +71,26 @@ class Kind(Enum):
     CHANGED = "changed"
     ADDED = "added"
     GAP = "gap"
-    """The recorder could not write."""
+    """The recorder could not write a part."""
     OPEN = "open"
-    """A run's last file was not written to its end: the server was killed, or still runs."""
+    """The last file of a run was not written to its end: the server was killed, or still runs."""
 
     @property
     def is_hole(self) -> bool:
-        """True if something that was recorded is not there any more."""
+        """True if recorded data is missing."""
         return self in (Kind.MISSING, Kind.EMPTY, Kind.CUT)
 
     @property
     def is_fault(self) -> bool:
-        """True if no recorder leaves it so."""
+        """True if a recorder never leaves files in this state."""
         return self not in (Kind.GAP, Kind.OPEN)
 
 
 class Loss(NamedTuple):
-    """Steps and turns between two files, by the second one's checkpoints."""
+    """Missing steps and turns between two files, from the second one's checkpoints."""
 
     steps: Mapping[int, int]
-    """By engine, those that lost some."""
+    """Number of missing steps by engine."""
     num_turns: int
 
     def __str__(self) -> str:
@@ -99,23 +99,23 @@ class Loss(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One thing about the files of a recording."""
+    """One finding about the files of a recording."""
 
     kind: Kind
     file: str
-    """The name of the file that it is about; the first, of several that are missing."""
+    """Name of the file; of several missing files, the first."""
     what: str
-    """A sentence."""
+    """Description as a sentence."""
     before: FileNumber | None = None
-    """Run and number of the file in front of which something is missing."""
+    """Run and number of the file after the missing part."""
     loss: Loss | None = None
     byte: int | None = None
-    """Where the file breaks off."""
+    """Offset at which the file is cut."""
     last_missing: int = 0
-    """Number of the last of several files of a run that are missing."""
+    """Number of the last of several missing files of a run."""
 
     def __str__(self) -> str:
-        return self.what if self.loss is None else f"{self.what}; lost are {self.loss}"
+        return self.what if self.loss is None else f"{self.what}; missing are {self.loss}"
 
     def covers(self, name: str) -> bool:
         """True if the finding is about the file of this name, alone or with others."""
@@ -126,7 +126,7 @@ class Finding(NamedTuple):
         return is_between and Path(name).suffix == Path(self.file).suffix
 
     def facts(self) -> dict[str, Any]:
-        """The same as an object."""
+        """The finding as an object."""
         lost = {} if self.loss is None else {"missing_steps": self.loss.steps, "missing_turns": self.loss.num_turns}
         where = {} if self.byte is None else {"byte": self.byte}
         kind = {"kind": self.kind.value, "fault": self.kind.is_fault}
@@ -134,11 +134,11 @@ class Finding(NamedTuple):
 
 
 def arranged(parts: Sequence[Part], is_alone: bool = False) -> tuple[tuple[Part, ...], tuple[Finding, ...]]:
-    """The parts of a directory in the order in which they were recorded, each once, and the findings about them.
+    """Parts of a directory in recorded order, without repeats, and findings about them.
 
     Args:
-        parts: by name.
-        is_alone: it is one file that was named by itself, whatever lies beside it and whatever it is called.
+        parts: parts in the order of their names.
+        is_alone: a single file was named, so its name and the files beside it do not matter.
     """
     findings: list[Finding] = []
     runs: dict[str, dict[int, Part]] = {}
@@ -161,7 +161,7 @@ def arranged(parts: Sequence[Part], is_alone: bool = False) -> tuple[tuple[Part,
 
 
 def is_whole(findings: Sequence[Finding]) -> bool:
-    """True if the files are as a recorder leaves them, old ones that it deleted set aside."""
+    """True if the files are as a recorder leaves them, apart from old files that it deleted."""
     return not any(finding.kind.is_fault for finding in findings)
 
 
@@ -169,27 +169,27 @@ def are_in_order(findings: Sequence[Finding], allows_gaps: bool) -> bool:
     """True if no finding is a fault.
 
     Args:
-        allows_gaps: missing parts are no fault, because files were removed on purpose.
+        allows_gaps: accept missing parts, because files were removed on purpose.
     """
     return all(allows_gaps and each.kind.is_hole for each in findings if each.kind.is_fault)
 
 
 def with_losses(findings: Sequence[Finding], losses: Mapping[FileNumber, Loss]) -> tuple[Finding, ...]:
-    """The findings, with the loss before each file that does not go on where the one before it ends."""
+    """Findings with the loss before each file that does not continue the previous one."""
     return tuple([each if each.before is None else each._replace(loss=losses.get(each.before)) for each in findings])
 
 
 def _of_run(files: Sequence[Part], is_first: bool) -> list[Finding]:
-    """Findings about one run's files.
+    """Findings about the files of one run.
 
     Args:
-        files: by number.
-        is_first: whether they are the first of their directory, of which the oldest may have been deleted.
+        files: files in the order of their numbers.
+        is_first: True for the first files of the directory, the oldest of which may have been deleted.
     """
     found: list[Finding] = []
     before: Part | None = None
     num_before = 0
-    """Findings in front of the last file that is not empty."""
+    """Number of findings before the last file that is not empty."""
     for part in files:
         number, last = part.place[1], 0 if before is None else before.place[1]
         follows = number == last + 1
@@ -198,7 +198,7 @@ def _of_run(files: Sequence[Part], is_first: bool) -> list[Finding]:
         if part.gap and follows:
             found.append(_gap(before, part))
         elif before is not None and not before.is_empty and not before.is_whole:
-            found.append(_cut(before, Kind.CUT, f", and {part.path.name} goes on later"))
+            found.append(_cut(before, Kind.CUT, f", and {part.path.name} begins later"))
         if not follows and (before is not None or not is_first):
             found.append(_missing(part, last + 1, number - 1, before))
         if part.is_empty:
@@ -216,7 +216,7 @@ def _of_run(files: Sequence[Part], is_first: bool) -> list[Finding]:
 
 def _at_the_end(last: Part) -> Iterator[Finding]:
     if not last.is_whole:
-        yield _cut(last, Kind.OPEN, "; it was read as far as that")
+        yield _cut(last, Kind.OPEN, "; it was read up to there")
     elif last.goes_on:
         name = _name_of(last, last.number + 1)
         yield Finding(Kind.MISSING, name, f"{name} is missing: {last.path.name} announces another file")
@@ -224,9 +224,9 @@ def _at_the_end(last: Part) -> Iterator[Finding]:
 
 def _missing(part: Part, first: int, last: int, before: Part | None) -> Finding:
     names = [_name_of(part, number) for number in (first, last)]
-    said = f"{names[0]} is missing" if first == last else f"{last - first + 1} files, {' to '.join(names)}, are missing"
+    what = f"{names[0]} is missing" if first == last else f"{last - first + 1} files, {' to '.join(names)}, are missing"
     where = f"before {part.path.name}" if before is None else f"between {before.path.name} and {part.path.name}"
-    return Finding(Kind.MISSING, names[0], f"{said} {where}", last_missing=last)
+    return Finding(Kind.MISSING, names[0], f"{what} {where}", last_missing=last)
 
 
 def _empty(part: Part) -> Finding:
@@ -246,12 +246,12 @@ def _gap(before: Part | None, part: Part) -> Finding:
 
 
 def _repeated(again: Part, kept: Part) -> Finding:
-    what = f"{again.path.name} repeats {kept.path.name}, as file {kept.number} of run {kept.run}, and is left out"
+    what = f"{again.path.name} repeats {kept.path.name}, as file {kept.number} of run {kept.run}, and is ignored"
     return Finding(Kind.REPEATED, again.path.name, what)
 
 
 def _misplaced(part: Part) -> Finding:
-    what = f"{part.path.name} holds file {part.number} of run {part.run}, and was read in that one's place"
+    what = f"{part.path.name} is file {part.number} of run {part.run} despite its name, and was read as that file"
     return Finding(Kind.MISPLACED, part.path.name, what)
 
 
@@ -260,7 +260,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _cut(part: Part, kind: Kind, rest: str) -> Finding:
-    what = f"{part.path.name} breaks off at byte {part.num_bytes}{rest}"
+    what = f"{part.path.name} ends early at byte {part.num_bytes}{rest}"
     return Finding(kind, part.path.name, what, byte=part.num_bytes)
 
 

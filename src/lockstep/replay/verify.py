@@ -1,4 +1,4 @@
-"""Verification of recordings: steps, turns, plans and routes, decided again up to the first difference of each."""
+"""Verification of recordings: decides steps, turns, plans and routes again, up to the first difference of each."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lockstep.worker.flight.entries import SUFFIX
 
 
 def verify_recording(path: Path, timeline: RequestTimeline | None = None) -> list[Verification[Any]]:
-    """Decide everything again that a directory or a file has: its steps, its plans and its routes, in this order.
+    """Verify the steps, plans and routes of a directory or a file, in this order.
 
     Args:
-        timeline: of one request of the steps; it is filled on the way.
+        timeline: timeline of one request, filled while the steps are decided.
 
     Raises:
-        TraceError: the recording cannot be read on, or does not have the request.
+        TraceError: the recording is damaged or incomplete, or does not have the request.
     """
     planned = [verify_plans(path)] if files_in(path, PLAN_SUFFIX) else []
     routed = [verify_routes(path)] if files_in(path, ROUTE_SUFFIX) else []
@@ -46,10 +46,10 @@ def verify(
     """Decide all steps and turns again, up to the first difference.
 
     Args:
-        timeline: of one request; it is filled on the way.
+        timeline: timeline of one request, filled while the steps are decided.
 
     Raises:
-        TraceError: the recording cannot be read on, or does not have the request.
+        TraceError: the recording is damaged or incomplete, or does not have the request.
     """
     playback = Playback(trace.entries(), scheduler_of)
     diverged = None
@@ -79,15 +79,15 @@ def _summary(tally: Tally, diverged: DivergedError | None, trace: Trace) -> str:
     if diverged is None:
         return f"{counted}, {tally.num_turns:,} turns, identical"
     if diverged.engine == TURNS:
-        return f"{counted} are identical, but turn {diverged.step} is not"
+        return f"{counted} are identical, but turn {diverged.step} differs"
     names = {engine.number: engine.name for engine in trace.engines}
     name = names.get(diverged.engine, "loaded later")
-    return f"{counted} are identical, but step {diverged.step} of engine {diverged.engine} ({name}) is not"
+    return f"{counted} are identical, but step {diverged.step} of engine {diverged.engine} ({name}) differs"
 
 
 def _notes(tally: Tally) -> Iterator[str]:
     if tally.num_unchecked_steps:
-        yield f"{tally.num_unchecked_steps} steps had begun whose records were not written; they are left out"
+        yield f"{tally.num_unchecked_steps} steps have no record and were not compared, because the recording was cut"
     if tally.num_foreign_checkpoints:
         count = tally.num_foreign_checkpoints
-        yield f"{count} checkpoints are of another version's scheduler: they are not compared, all steps are"
+        yield f"{count} checkpoints of another version's scheduler were not compared; all steps were"

@@ -10,18 +10,18 @@ from lockstep.core.step import StepPlan
 from lockstep.replay.trace_integrity import Finding, are_in_order, is_whole
 
 TURNS = -1
-"""In the place of an engine's number: the turns of the device."""
+"""Engine number for divergences in the turns of the device."""
 _COLUMN = 58
 _LISTS = ("admitted", "resumed", "preempted", "evicted", "swap_out", "swap_in", "copies")
 MAX_SHOWN = 40
-"""Lines of two plans that are shown beside each other."""
+"""Maximum lines of two plans that are shown side by side."""
 
 
 class Divergence(Protocol):
-    """The first thing that is decided otherwise than it was recorded."""
+    """First difference from a recording."""
 
     def lines(self) -> Iterator[str]:
-        """The divergence in words."""
+        """The divergence as text."""
 
     def facts(self) -> dict[str, Any]:
         """The divergence as an object."""
@@ -32,42 +32,42 @@ DivergenceT = TypeVar("DivergenceT", bound=Divergence)
 
 @dataclass(frozen=True, slots=True)
 class Verification(Generic[DivergenceT]):
-    """Verdict on the steps, the plans or the routes of a recording, or on its files alone."""
+    """Result of comparing the steps, plans or routes of a recording, or of checking its files."""
 
     key: str
-    """Name of the part of the recording in the JSON form; empty: its steps."""
+    """Key of the part in the JSON form; empty: steps."""
     summary: str
-    """Counts and the result, in one line; empty: nothing was decided again."""
+    """Counts and the result in one line; empty: nothing was decided again."""
     counts: Mapping[str, int]
-    """Number of things that were compared, by what they are."""
+    """Number of compared items, by kind."""
     diverged: DivergenceT | None = None
-    """The first difference; None: everything that is there is identical."""
+    """First difference; None: all compared items are identical."""
     findings: tuple[Finding, ...] = ()
-    """Files that are missing, or not where they belong."""
+    """Findings about files that are missing or misplaced."""
     notes: tuple[str, ...] = ()
-    """Parts that were not compared."""
+    """Warnings about parts that were not compared."""
 
     @property
     def is_identical(self) -> bool:
-        """True if all that is there is decided as it was recorded."""
+        """True if all existing parts were decided as recorded."""
         return self.diverged is None
 
     def is_in_order(self, allows_gaps: bool) -> bool:
-        """True if it is identical and nothing is missing; see `trace_integrity.are_in_order`."""
+        """True if it is identical and no part is missing; see `trace_integrity.are_in_order`."""
         return self.is_identical and are_in_order(self.findings, allows_gaps)
 
     def lines(self) -> Iterator[str]:
-        """The verdict, line by line; the first is the short one."""
+        """The result as lines; the first is a summary."""
         is_different = self.is_identical and not is_whole(self.findings)
         if self.summary:
-            yield self.summary + (", but the files are not as they were recorded" if is_different else "")
+            yield self.summary + (", but the files differ from the recorded ones" if is_different else "")
         yield from map(str, self.findings)
         yield from self.notes
         if self.diverged is not None:
             yield from self.diverged.lines()
 
     def facts(self) -> dict[str, Any]:
-        """The verdict as an object."""
+        """The result as an object."""
         return {
             "identical": self.is_identical,
             "whole": is_whole(self.findings),
@@ -80,7 +80,7 @@ class Verification(Generic[DivergenceT]):
 def verification_of(
     key: str, what: str, compared: Iterable[DivergenceT | None], findings: tuple[Finding, ...]
 ) -> Verification[DivergenceT]:
-    """The verdict on plans or routes, which are compared one by one up to the first difference."""
+    """Result of comparing plans or routes one by one, up to the first difference."""
     count, diverged = 0, None
     for diverged in compared:
         count += 1
@@ -91,14 +91,14 @@ def verification_of(
 
 
 class DivergedError(Exception):
-    """A recording is not what is decided again.
+    """Difference between a recording and the decisions of this version.
 
     Args:
-        engine: its number, or `TURNS`.
-        step: of the engine; for turns, the turn.
-        what: a sentence.
-        recorded: the recorded plan, where one can be read.
-        decided: the one that was decided again, where one was.
+        engine: number of the engine, or `TURNS`.
+        step: step of the engine; for turns, the turn.
+        what: description as a sentence.
+        recorded: recorded plan, if readable.
+        decided: plan computed here, if any.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DivergedError(Exception):
         self.decided = decided
 
     def facts(self) -> dict[str, Any]:
-        """The divergence as an object; a step of no engine is a turn of the device."""
+        """The divergence as an object; a difference without an engine is a turn of the device."""
         return {
             "engine": None if self.engine == TURNS else self.engine,
             "step": self.step,
@@ -122,13 +122,13 @@ class DivergedError(Exception):
         }
 
     def lines(self) -> Iterator[str]:
-        """The divergence in words, with both plans."""
+        """The divergence as text, with both plans."""
         yield self.what
         yield from side_by_side(self.recorded, self.decided)
 
 
 def side_by_side(recorded: StepPlan | None, decided: StepPlan | None) -> Iterator[str]:
-    """Two plans in two columns, the lines that differ marked; nothing, where there is none."""
+    """Two plans in two columns, with marks at differing lines; empty if either is missing."""
     if recorded is None and decided is None:
         return
     left, right = _lines(recorded), _lines(decided)

@@ -1,4 +1,4 @@
-"""Workloads: requests in lengths, arrivals and block contents, and the block hashes that contents stand for."""
+"""Workloads: define requests by lengths, arrivals and block contents, and compute block hashes of contents."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from lockstep.core.request import Priority
 
 PS_PER_US = 1_000_000
 PS_PER_MS = 1_000_000_000
-"""Logical time is whole picoseconds, so that a run of steps adds up to the same time as its steps one by one."""
+"""Picoseconds per millisecond. Logical time is in integer picoseconds, so that the duration of a run of steps equals
+the sum of its steps."""
 
 
 class ArrivalUnit(Enum):
     """Unit of the arrivals of a workload."""
 
     TICKS = "ticks"
-    """A request joins the queue before the step of that number; an idle tick is a tick."""
+    """The request joins the queue before the step with that number; idle ticks count."""
     PS = "ps"
     """Picoseconds of logical time; the cost model gives the duration of a step, and idle time is skipped."""
 
@@ -29,42 +30,42 @@ class WorkloadRequest:
     """One request of a workload."""
 
     name: Final[str]
-    """Its id in the file, or its number there."""
+    """Id of the request in the file, or its number."""
     num_prompt_tokens: Final[int]
     max_output_tokens: Final[int]
     num_output_tokens: Final[int]
-    """Tokens that it gets if nothing ends it before; at most ``max_output_tokens``."""
+    """Number of tokens that it generates unless it is ended earlier; at most ``max_output_tokens``."""
     arrival: Final[int]
-    """Time from the workload's start on, in its unit; never less than that of the request before."""
+    """Time since the workload's start, in its unit; at least that of the previous request."""
     priority: Final[int] = Priority.NORMAL
     tenant: Final[str] = ""
     contents: Final[tuple[int, ...]] = ()
-    """One dense id for each block of ``content_size`` tokens of the prompt, a partial last one included; equal ids are
-    equal content with equal past. Blocks without an id, all of them or the last ones, share nothing."""
+    """One dense id per block of ``content_size`` prompt tokens, including a partial last one. Equal ids mean equal
+    content after an equal prefix. Blocks without an id, all or the last ones, share nothing."""
     place: Final[str] = ""
-    """Place in its file, for messages: ``trace.jsonl:17``."""
+    """Location in its file, for messages: ``trace.jsonl:17``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival, and the scheduler fields that their file sets.
+    """Requests in order of arrival, and the scheduler fields from their file.
 
-    ``requests`` may be iterated over more than once; when it streams from a file, each time reads the file anew.
+    ``requests`` can be iterated repeatedly; if it streams from a file, each iteration reads the file again.
     """
 
     name: str
     requests: Iterable[WorkloadRequest]
     unit: ArrivalUnit
     content_size: int = 0
-    """Tokens that one id of ``contents`` stands for; 0: there are none."""
+    """Number of tokens per id in ``contents``; 0: no contents."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """Fields of ``SchedulerConfig`` that the file sets; what it leaves open has its default for replays."""
+    """Fields of ``SchedulerConfig`` from the file; the others have the defaults of replays."""
     notes: tuple[str, ...] = ()
-    """Caveats of the files that it was read from: what of them is not there."""
+    """Warnings about the files of the workload, such as missing parts."""
 
 
 ID_BYTES = 12
-"""Bytes of a hash that are the content's id; the rest is the block's place within its content."""
+"""Bytes of the content id in a hash; the other bytes are the block's index within its content."""
 
 
 def content_hashes(
@@ -73,8 +74,8 @@ def content_hashes(
     """Block hashes of a prompt's full blocks.
 
     Each id stands for ``content_size`` tokens, thus for ``content_size // block_size`` blocks. Block ``i`` of id ``c``
-    has the hash of 16 bytes that is ``c`` in 12 bytes and then ``i`` in 4, both little-endian. Equal ids are equal
-    content with equal past, so the hashes need no chain.
+    has the hash of 16 bytes that is ``c`` in 12 bytes and then ``i`` in 4, both little-endian. Equal ids mean equal
+    content after an equal prefix, so the hashes need no chain.
 
     Args:
         content_size: a multiple of ``block_size``.
@@ -90,10 +91,10 @@ def content_hashes(
 
 
 def content_number(block_hash: bytes, per_content: int) -> int:
-    """A number for a hash of `content_hashes`: equal for equal hashes, consecutive for the blocks of one content.
+    """Number for a hash of `content_hashes`: equal for equal hashes, consecutive for the blocks of one content.
 
     Args:
-        per_content: blocks that an id stands for.
+        per_content: number of blocks per id.
     """
     content = int.from_bytes(block_hash[:ID_BYTES], "little")
     return content * per_content + int.from_bytes(block_hash[ID_BYTES:], "little")

@@ -1,4 +1,4 @@
-"""Small files of every format, and short ways to write and read them."""
+"""Small files of every format, and helpers to write and read them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VLLM_BENCH = json.dumps(
 
 
 def aiperf_record(start_ns: int, **metrics: float) -> dict[str, Any]:
-    """A record as AIPerf writes it, with what it has beside what is read."""
+    """Record as AIPerf writes it, with further fields that are not read."""
     return {
         "metadata": {"session_num": 0, "request_start_ns": start_ns, "benchmark_phase": "profiling"},
         "metrics": {name: {"value": value, "unit": "tokens"} for name, value in metrics.items()},

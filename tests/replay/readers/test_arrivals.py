@@ -1,4 +1,4 @@
-"""Speed, limit and the spreading of coarse stamps."""
+"""Speed, limit and the spreading of arrivals with coarse timestamps."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def arrivals_of(arrivals: list[int], options: ReadOptions) -> list[int]:
 
 
 @given(STAMPS, st.integers(0, 1 << 64))
-def test_what_shares_a_stamp_is_spread_up_to_the_next(stamps: list[int], seed: int) -> None:
-    """In order, whole, the same for the same seed; nobody leaves the gap behind their stamp."""
+def test_equal_timestamps_are_spread_up_to_the_next_one(stamps: list[int], seed: int) -> None:
+    """Arrivals stay in order, in integers and within the gap after their timestamp; the same seed gives the same
+    ones."""
     options = ReadOptions(dequantize_seed=seed)
     spread = list(shaped(at(stamps), options, from_first=False))
     assert spread == list(shaped(at(stamps), options, from_first=False))
@@ -41,8 +42,8 @@ def test_what_shares_a_stamp_is_spread_up_to_the_next(stamps: list[int], seed: i
     assert [request.arrival for request in spread] == sorted(request.arrival for request in spread)
 
 
-def test_spreading_is_fixed_by_the_seed() -> None:
-    """These numbers are part of every figure that was ever quoted with that seed."""
+def test_spreading_is_deterministic_for_a_seed() -> None:
+    """These numbers are part of every published figure with this seed."""
     stamps = [0, 0, 0, 3000, 3000, 6000]
     assert arrivals_of(stamps, ReadOptions(dequantize_seed=0)) == [0, 1034, 2549, 4336, 5775, 8633]
     assert arrivals_of(stamps, ReadOptions(dequantize_seed=1)) != arrivals_of(stamps, ReadOptions(dequantize_seed=0))
@@ -55,12 +56,12 @@ def test_speed_divides_the_time_since_the_first(stamps: list[int], speed: float)
         assert arrival == pytest.approx((stamp - stamps[0]) / speed, rel=1e-9, abs=1)
 
 
-def test_a_speed_is_the_decimal_that_is_written() -> None:
-    """A tenth makes 10 of 1, though the binary number for 0.1 is a little more than a tenth."""
+def test_a_speed_is_used_as_an_exact_decimal() -> None:
+    """A speed of 0.1 turns 1 into exactly 10, although the binary number for 0.1 is slightly greater than a tenth."""
     assert arrivals_of([5, 6, 12], ReadOptions(speed=0.1)) == [0, 10, 70]
 
 
-def test_a_limit_reads_no_further() -> None:
+def test_a_limit_ends_reading() -> None:
     def endless() -> Iterator[WorkloadRequest]:
         for arrival in count():
             assert arrival < 20
@@ -70,14 +71,14 @@ def test_a_limit_reads_no_further() -> None:
     assert len(list(shaped(endless(), ReadOptions(limit=3, dequantize_seed=1)))) == 3
 
 
-def test_arrivals_that_run_backwards_are_named() -> None:
-    with pytest.raises(TraceError, match=r"f:2: it arrives before the request above it"):
+def test_unsorted_arrivals_are_refused_with_their_line() -> None:
+    with pytest.raises(TraceError, match=r"f:2: arrives before the request above it"):
         arrivals_of([0, 5, 4], ReadOptions())
 
 
-def test_a_stamp_that_everybody_shares_cannot_be_spread() -> None:
+def test_too_many_equal_timestamps_are_refused() -> None:
     endless = (WorkloadRequest(str(index), 1, 1, 1, 0, place=f"f:{index}") for index in count())
-    with pytest.raises(TraceError, match=f"f:{MAX_SAME_STAMP}: over {MAX_SAME_STAMP} requests share a stamp"):
+    with pytest.raises(TraceError, match=f"f:{MAX_SAME_STAMP}: more than {MAX_SAME_STAMP} equal timestamps"):
         list(islice(shaped(endless, ReadOptions(dequantize_seed=0)), 1))
 
 
@@ -92,6 +93,6 @@ def test_a_stamp_that_everybody_shares_cannot_be_spread() -> None:
         (1.0, None, -1, "the seed is -1"),
     ],
 )
-def test_impossible_options_are_refused(speed: float, limit: int | None, seed: int | None, message: str) -> None:
+def test_invalid_options_are_refused(speed: float, limit: int | None, seed: int | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ReadOptions(speed, limit, seed)

@@ -1,4 +1,4 @@
-"""What a file is, is read from its content; whatever it is, it is read or refused in one line and bounded memory."""
+"""Formats are detected from the content; any file is read or refused with one line and in bounded memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FRESH_FILE = settings(
     ],
     ids=["CRLF", "BOM", "no last newline", "empty lines", "zstd", "zstd in two frames"],
 )
-def test_a_format_is_known_in_any_dress(tmp_path: Path, kind: str, dress: object) -> None:
+def test_formats_are_detected_in_any_encoding(tmp_path: Path, kind: str, dress: object) -> None:
     content = FORMATS[kind].encode()
     plain = requests_in(tmp_path, content)
     assert len(plain) > 1
@@ -57,7 +57,7 @@ def test_a_format_is_known_in_any_dress(tmp_path: Path, kind: str, dress: object
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_requests_can_be_read_again(tmp_path: Path, kind: str) -> None:
+def test_requests_can_be_iterated_repeatedly(tmp_path: Path, kind: str) -> None:
     workload = read_workload(written(tmp_path, FORMATS[kind]), ReadOptions(speed=3.0, dequantize_seed=5))
     assert list(workload.requests) == list(workload.requests)
 
@@ -77,21 +77,21 @@ def test_the_keys_of_a_line_may_come_in_any_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "file is empty; it may be a recording"),
+        (b"", "file is empty; supported are a recording"),
         (b"\xef\xbb\xbf \n\n", "file is empty"),
-        (b"hello", "file:1: unknown format; it may be a recording"),
+        (b"hello", "file:1: unknown format; supported are a recording"),
         (b"[1, 2]", "file:1: unknown format"),
         (b'{"hello": 1}', "file:1: unknown format"),
         (
             b'{"hello": 1, "b": 2}\n{"hello": 2}',
-            'file:1: unknown format of JSON lines, with the keys "hello", "b"; it may',
+            'file:1: unknown format of JSON lines, with the keys "hello", "b"; supported',
         ),
-        (b"{}\n{}\n", "file:1: unknown format of JSON lines, with no key; it may be a recording"),
-        (b'{"requests": []}\n{}', "file:2: not JSON .the document goes on after its end"),
+        (b"{}\n{}\n", "file:1: unknown format of JSON lines, with no key; supported are a recording"),
+        (b'{"requests": []}\n{}', "file:2: not JSON .there is text after the end of the document"),
         (b"{", "file:1: not JSON"),
         (bytes(range(256)) * 10, "file:1: unknown format"),
         (b"\xff\xfe{\x00", "file is neither UTF-8 text nor zstd"),
-        (gzip.compress(MOONCAKE.encode()), "file is gzip; unpack it, or pack it with zstd"),
+        (gzip.compress(MOONCAKE.encode()), "file is gzip data; decompress it, or compress it with zstd"),
         (zstandard.compress(b""), "file is empty"),
         (b"\x28\xb5\x2f\xfd", "file ends in the middle of its zstd data"),
         (b"\x28\xb5\x2f\xfd" + b"junk" * 9, "file is damaged zstd data"),
@@ -100,34 +100,34 @@ def test_the_keys_of_a_line_may_come_in_any_order(tmp_path: Path) -> None:
         (WORKLOAD.replace("shop", "sh\0op").encode(), "file:5: not JSON"),
         (WORKLOAD.encode().replace(b"shop", b"sh\xffop"), "file:5: not UTF-8"),
         (b'{"num_prompts": 5}', "input_lens and output_lens and start_times missing"),
-        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n", "file holds no request"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n", "file has no requests"),
     ],
 )
-def test_what_is_no_workload_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_unknown_formats_are_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(TraceError, match=message) as refused:
         requests_in(tmp_path, content)
     assert "\n" not in str(refused.value)
 
 
-def test_bytes_that_are_no_text_are_named_by_their_line_in_a_long_document(tmp_path: Path) -> None:
+def test_invalid_utf_8_in_a_long_document_is_refused_with_its_line(tmp_path: Path) -> None:
     text = WORKLOAD.replace("[", "[" + "\n" * 70_000, 1).encode().replace(b"shop", b"sh\xffop")
     with pytest.raises(TraceError, match="file:70005: not UTF-8"):
         requests_in(tmp_path, text)
 
 
 @pytest.mark.parametrize("place", ["", "gone"])
-def test_what_is_no_file_is_refused(tmp_path: Path, place: str) -> None:
-    with pytest.raises(TraceError, match=r"no recording is there|gone cannot be read \(No such file"):
+def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path, place: str) -> None:
+    with pytest.raises(TraceError, match=r"no recording found|cannot read .*gone \(No such file"):
         read_workload(tmp_path / place)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(TraceError, match="is not a file; it is read more than once"):
+    with pytest.raises(TraceError, match="is not a regular file; a pipe cannot be used"):
         read_workload(tmp_path / "pipe")
 
 
-def test_zstd_that_was_cut_anywhere_is_noticed(tmp_path: Path) -> None:
+def test_zstd_cut_at_any_byte_is_detected(tmp_path: Path) -> None:
     content = zstandard.compress(MOONCAKE.encode())
     for size in range(4, len(content)):
         with pytest.raises(TraceError, match=r"ends in the middle of its zstd data"):
@@ -135,7 +135,7 @@ def test_zstd_that_was_cut_anywhere_is_noticed(tmp_path: Path) -> None:
 
 
 def refusal(folder: Path, content: bytes) -> str:
-    """What is said of it; nothing when it can be read."""
+    """Message of the refusal; empty if the file can be read."""
     try:
         requests_in(folder, content, dequantize_seed=1)
     except TraceError as error:
@@ -145,8 +145,8 @@ def refusal(folder: Path, content: bytes) -> str:
 
 @FRESH_FILE
 @given(kind=st.sampled_from(sorted(FORMATS)), data=st.data())
-def test_no_damage_does_more_than_be_named(tmp_path: Path, kind: str, data: st.DataObject) -> None:
-    """Any bytes changed, cut out or put in: it is read, or refused in one line."""
+def test_damaged_files_are_read_or_refused_in_one_line(tmp_path: Path, kind: str, data: st.DataObject) -> None:
+    """Files with changed, removed or inserted bytes are read, or refused with one line."""
     content = bytearray(FORMATS[kind].encode())
     for _ in range(data.draw(st.integers(1, 3))):
         begin = data.draw(st.integers(0, len(content)))
@@ -174,8 +174,8 @@ def test_junk_is_refused(tmp_path: Path, junk: bytes, start: bytes) -> None:
         '{"metadata": {"request_start_ns": %s}, "metrics": {"error_isl": 1}}',
     ],
 )
-def test_no_depth_is_too_deep_to_be_refused(tmp_path: Path, text: str, brackets: str) -> None:
-    """Whether the parser takes it or not, and whatever of it has to be shown."""
+def test_any_nesting_depth_is_refused_in_one_line(tmp_path: Path, text: str, brackets: str) -> None:
+    """Deep nesting is refused or shown safely, whether the parser accepts it or not."""
     opening, closing = brackets[:-1].rstrip("1"), brackets[-1]
     for depth in (2, 30, *range(850, 1000, 3), 100_000):
         with pytest.raises(TraceError) as refused:
@@ -193,7 +193,7 @@ def mooncake_lines(count: int, seed: int) -> Iterator[str]:
 
 
 def peak_bytes(path: Path, options: ReadOptions) -> tuple[int, int]:
-    """Requests in a file, and the memory that reading them took."""
+    """Number of requests in a file, and peak memory of reading them."""
     tracemalloc.start()
     try:
         count = sum(1 for _ in read_workload(path, options).requests)
@@ -202,7 +202,7 @@ def peak_bytes(path: Path, options: ReadOptions) -> tuple[int, int]:
         tracemalloc.stop()
 
 
-def test_a_stream_takes_memory_for_a_line_not_for_a_file(tmp_path: Path) -> None:
+def test_streaming_needs_memory_for_one_line(tmp_path: Path) -> None:
     path = written(tmp_path, "".join(mooncake_lines(5_000, seed=1)))
     packed = tmp_path / "packed"
     packed.write_bytes(zstandard.compress(path.read_bytes()))
@@ -217,7 +217,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, MOONCAKE)
     with path.open("ab") as file:
         file.truncate(4 * MAX_LINE_BYTES)  # a hole: zeros without a newline
-    with pytest.raises(TraceError, match="file:4: over 16 MiB in one line"):
+    with pytest.raises(TraceError, match="file:4: not a trace: a line is longer than 16 MiB"):
         peak_bytes(path, ReadOptions())
 
 
@@ -225,7 +225,7 @@ def test_a_document_without_end_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, '{"requests": [')
     with path.open("ab") as file:
         file.truncate(1 << 30)
-    with pytest.raises(TraceError, match="file has over 64 MiB in one JSON document"):
+    with pytest.raises(TraceError, match="file is a JSON document of more than 64 MiB"):
         read_workload(path)
 
 
@@ -239,7 +239,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused_in_bounded_memory(tmp
     assert (tmp_path / "bomb").stat().st_size < 1 << 20
     tracemalloc.start()
     try:
-        with pytest.raises(TraceError, match="bomb:4: over 16 MiB in one line"):
+        with pytest.raises(TraceError, match="bomb:4: not a trace: a line is longer than 16 MiB"):
             list(read_workload(tmp_path / "bomb").requests)
         assert tracemalloc.get_traced_memory()[1] < 128 << 20
     finally:
@@ -248,7 +248,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused_in_bounded_memory(tmp
 
 @pytest.mark.slow
 def test_a_gigabyte_is_streamed(tmp_path: Path) -> None:
-    """A process that reads it needs no more memory than one that reads its first request."""
+    """Reading a gigabyte needs no more memory than reading its first request."""
     ids = list(range(1 << 40, (1 << 40) + 250))
     row = json.dumps({"timestamp": 5, "input_length": 250 * 512, "output_length": 9, "hash_ids": ids}) + "\n"
     num_rows = -(-(1 << 30) // len(row))
@@ -262,7 +262,7 @@ def test_a_gigabyte_is_streamed(tmp_path: Path) -> None:
 
 
 def peak_of_process(path: Path, limit: int | None) -> tuple[int, int]:
-    """Requests that a process of its own read, and the bytes that it held at most."""
+    """Number of requests that a separate process read, and its peak memory in bytes."""
     code = f"""
 import resource
 from lockstep.replay.readers import ReadOptions, read_workload
@@ -274,5 +274,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def test_aiperf_is_sorted_within_its_bound(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="file:2: over 1 requests that have to be sorted"):
+    with pytest.raises(TraceError, match="file:2: more than 1 requests in unsorted lines"):
         requests_in(tmp_path, AIPERF, max_unsorted=1)

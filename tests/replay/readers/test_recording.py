@@ -1,4 +1,4 @@
-"""What a live server recorded, and what its load generator saved, are workloads too."""
+"""Recordings of live servers, and results of their load generator, as workloads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.server.process import IN_THREAD, serve
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``flight/``, a recording of six requests, and ``result.json``, what `bench serve` says of five of them (the
-    first asks how long prompts are)."""
+    """``flight/``, a recording of six requests, and ``result.json``, the result of `bench serve` for five of them (the
+    first one measures prompt lengths)."""
     folder = tmp_path_factory.mktemp("recorded")
     with serve("stub://alpha", *IN_THREAD, "--trace", str(folder / "flight")) as server:
         load = ("--random-input-len", "40", "--random-output-len", "6", "--num-prompts", "5", "--ignore-eos")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_recording_is_the_workload_that_its_engine_had(folder: Path) -> None:
+def test_a_recording_is_read_as_its_engines_workload(folder: Path) -> None:
     workload = read_workload(folder / "flight")
     requests = list(workload.requests)[-5:]
     assert [(each.num_prompt_tokens, each.num_output_tokens) for each in requests] == [(40, 6)] * 5
@@ -37,7 +37,7 @@ def test_a_recording_is_the_workload_that_its_engine_had(folder: Path) -> None:
     assert all(outcome.finished_tick >= 0 for outcome in replay.outcomes)
 
 
-def test_one_file_of_it_will_do_whatever_it_is_called(folder: Path, tmp_path: Path) -> None:
+def test_a_single_recording_file_of_any_name_can_be_read(folder: Path, tmp_path: Path) -> None:
     (file,) = (folder / "flight").glob(f"*{SUFFIX}")
     other = tmp_path / "renamed"
     other.write_bytes(file.read_bytes())
@@ -46,14 +46,14 @@ def test_one_file_of_it_will_do_whatever_it_is_called(folder: Path, tmp_path: Pa
     assert list(read_workload(other, ReadOptions(limit=2)).requests) == whole[:2]
 
 
-def test_an_engine_that_is_not_there_is_refused(folder: Path) -> None:
+def test_an_unknown_engine_is_refused(folder: Path) -> None:
     with pytest.raises(TraceError, match="has no engine 3"):
         read_workload(folder / "flight", ReadOptions(engine=3))
-    with pytest.raises(UsageError, match=r"result\.json is no recording"):
+    with pytest.raises(UsageError, match=r"result\.json is not a recording"):
         read_workload(folder / "result.json", ReadOptions(engine=0))
 
 
-def test_a_bench_result_is_the_workload_that_it_sent(folder: Path) -> None:
+def test_a_bench_result_is_read_as_the_workload_that_it_sent(folder: Path) -> None:
     requests = list(read_workload(folder / "result.json").requests)
     assert [(each.num_prompt_tokens, each.num_output_tokens) for each in requests] == [(40, 6)] * 5
     assert requests[0].arrival == 0

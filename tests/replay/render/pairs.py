@@ -21,7 +21,7 @@ COST = CostModel(2 * PS_PER_MS, PS_PER_MS // 20, PS_PER_MS // 4, PS_PER_MS // 10
 
 
 def load(num_requests: int, names: tuple[str, ...] = ()) -> Workload:
-    """Timed, in a pool that is too small."""
+    """Timed workload in a pool that is too small."""
     requests = tuple(
         WorkloadRequest(
             names[number] if number < len(names) else f"req-{number}",
@@ -43,7 +43,7 @@ def side_of(workload: Workload, config: SchedulerConfig, cost: CostModel | None 
 
 
 def write_diff(path: Path, workload: Workload, **of_b: object) -> None:
-    """The page of a diff with B's other limits."""
+    """Page of a diff with B's different limits."""
     b = replace(LIMITS, **of_b)  # type: ignore[arg-type]  # fields of the config
     found = diff_configs(workload, LIMITS, b, COST)
     assert found.divergence is not None

@@ -1,4 +1,4 @@
-"""Two replays on one page, in a real browser: beside each other, in one picture, and where they part."""
+"""Comparison page in a real browser: two replays side by side, in common charts, with their first difference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def diffed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_both_sides_are_drawn_in_every_chart_without_network_requests(visit: Visit, diffed: Path) -> None:
+def test_every_chart_shows_both_sides_without_network_requests(visit: Visit, diffed: Path) -> None:
     page = visit.open(diffed)
     canvases = page.locator("#timeline canvas")
     assert canvases.count() == 5
@@ -36,22 +36,22 @@ def test_both_sides_are_drawn_in_every_chart_without_network_requests(visit: Vis
     assert visit.requests == [diffed.as_uri()]
 
 
-def test_it_tells_where_they_part_why_and_on_how_few_requests(visit: Visit, diffed: Path) -> None:
+def test_the_page_shows_the_first_difference_its_cause_and_the_reproducer(visit: Visit, diffed: Path) -> None:
     page = visit.open(diffed)
     told = page.locator(".finding")
-    expect(told).to_contain_text("then another admission:")
+    expect(told).to_contain_text("first difference (admission):")
     expect(told).to_contain_text("waits: 3 of 3 sequences run")
-    expect(told).to_contain_text("decided by max_num_seqs: with max_num_seqs = 3 in the place of 16")
-    expect(told).to_contain_text("none of them can be left out")
+    expect(told).to_contain_text("decided by max_num_seqs: with max_num_seqs = 3 instead of 16")
+    expect(told).to_contain_text("none of them can be removed")
     assert page.locator("#plans tbody tr").count() > 3
     assert page.locator("#settings tbody tr").all_inner_texts() == ["max_num_seqs\t16\t3"]
 
 
-def test_figures_stand_beside_each_other_with_what_changed(visit: Visit, diffed: Path) -> None:
+def test_figures_of_both_sides_are_shown_with_their_change(visit: Visit, diffed: Path) -> None:
     page = visit.open(diffed)
     rows = {row.split("\t")[0]: row.split("\t")[1:] for row in page.locator("#figures tr").all_inner_texts()}
-    assert rows["most running"][:3] != rows["most running"][1:]
-    a, b, change, percent = rows["most running"]
+    assert rows["maximum running"][:3] != rows["maximum running"][1:]
+    a, b, change, percent = rows["maximum running"]
     assert (int(a), int(b), int(change)) == (int(a), 3, 3 - int(a))
     assert percent == f"{100 * (3 - int(a)) / int(a):+.1f} %"
     assert page.locator("#latencies tbody").count() == 5
@@ -60,7 +60,7 @@ def test_figures_stand_beside_each_other_with_what_changed(visit: Visit, diffed:
     assert any(tile.startswith("End to end\n") for tile in tiles)
 
 
-def test_keys_and_units_work_on_both_sides_at_once(visit: Visit, diffed: Path) -> None:
+def test_keys_and_units_apply_to_both_sides(visit: Visit, diffed: Path) -> None:
     page = visit.open(diffed)
     told = page.locator("#range")
     whole = told.inner_text()
@@ -76,14 +76,14 @@ def test_keys_and_units_work_on_both_sides_at_once(visit: Visit, diffed: Path) -
     assert told.inner_text().startswith("all: tick 0 to ")
 
 
-def test_the_requests_that_changed_most_come_first(visit: Visit, diffed: Path) -> None:
+def test_requests_with_the_largest_change_come_first(visit: Visit, diffed: Path) -> None:
     rows = [row.split("\t") for row in visit.open(diffed).locator("#requests tbody tr").all_inner_texts()]
     changes = [abs(float(row[6].replace(",", ""))) for row in rows]
     assert changes == sorted(changes, reverse=True)
     assert 0 < len(rows) <= MAX_CHANGED
 
 
-def test_hostile_names_are_only_text(visit: Visit, tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "hostile.html"
     write_diff(path, load(12, HOSTILE_NAMES), max_num_seqs=2)
     page = visit.open(path)
@@ -99,8 +99,8 @@ def test_the_sides_are_distinguishable_in_both_schemes(browser: Browser, diffed:
     assert all(each >= 4.5 for each in contrasts(browser, diffed, scheme, ["a", "b"]))
 
 
-def test_runs_of_other_lengths_and_units_share_a_picture(visit: Visit, tmp_path: Path) -> None:
-    """A by ticks with nothing said of their length, B timed and sampled: ticks are what both have."""
+def test_runs_with_different_lengths_and_units_share_charts(visit: Visit, tmp_path: Path) -> None:
+    """A counts ticks without a duration, B is timed and sampled: the charts use ticks, which both have."""
     ticks = Workload("ticks.json", (request("a", 20, 30), request("b", 9, 4, arrival=50)), ArrivalUnit.TICKS)
     path = tmp_path / "page.html"
     a, b = side_of(ticks, config(), None), side_of(load(900), LIMITS)
@@ -109,11 +109,11 @@ def test_runs_of_other_lengths_and_units_share_a_picture(visit: Visit, tmp_path:
     assert page.locator("#range").inner_text().startswith("all: tick 0 to ")
     assert not page.get_by_label("ticks", exact=True).is_visible()
     assert page.locator("#chart-running canvas").evaluate(PAINTED) > 8
-    assert "A: Every one of the " in page.locator("#timeline .hint").inner_text()
+    assert "A: The charts show all " in page.locator("#timeline .hint").inner_text()
     assert page.locator("#chart-lanes").count() == page.locator("#requests").count() == 0
 
 
-def test_lanes_alternate_while_there_are_few() -> None:
+def test_lanes_of_both_sides_alternate_for_few_requests() -> None:
     few = load(MAX_LANES // 2)
     names = [lane["name"] for lane in chart_data([side_of(few, LIMITS), side_of(few, LIMITS)])["lanes"]]
     assert names[:4] == ["A req-0", "B req-0", "A req-1", "B req-1"]
@@ -131,7 +131,7 @@ def test_a_request_that_only_one_side_completes_comes_first() -> None:
     assert changed_requests(a.outcomes, b.outcomes[:2], is_timed=False).rows == []
 
 
-def test_recordings_have_a_page_of_their_differences(visit: Visit, tmp_path: Path) -> None:
+def test_recordings_have_a_page_with_their_differences(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     engines = [Finding("engine 0 (alpha): identical, 12 steps"), Finding("engine 1: only A has it")]
     path.write_text(recordings_page("one", HOSTILE_NAMES[1], engines))
@@ -140,7 +140,7 @@ def test_recordings_have_a_page_of_their_differences(visit: Visit, tmp_path: Pat
     assert page.locator("img, canvas").count() == 0
 
 
-def test_the_same_replays_give_the_same_page() -> None:
+def test_equal_replays_give_equal_pages() -> None:
     pages = {comparison_page(side_of(load(8), LIMITS), side_of(load(8), LIMITS)) for _ in range(2)}
     assert len(pages) == 1
     assert "Identical decisions." in pages.pop()

@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: drawn, zoomed by hand and by keys, without network, safe from names."""
+"""Replay page in a real browser: charts, zooming by mouse and keys, no network requests, escaped names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_all_charts_are_drawn_without_network_requests(visit: Visit, tmp_path: P
     assert visit.requests == [path.as_uri()]
 
 
-def test_the_network_is_forbidden(visit: Visit, tmp_path: Path) -> None:
+def test_the_page_forbids_network_requests(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_few(path)
     page = visit.open(path)
@@ -87,7 +87,7 @@ def test_keys_zoom_and_move_and_show_all(visit: Visit, tmp_path: Path) -> None:
     assert len({whole, zoomed, right}) == 3
 
 
-def test_every_control_is_reached_by_the_tabulator(visit: Visit, tmp_path: Path) -> None:
+def test_every_control_is_reachable_by_the_tab_key(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_crowded(path)
     page = visit.open(path)
@@ -98,7 +98,7 @@ def test_every_control_is_reached_by_the_tabulator(visit: Visit, tmp_path: Path)
     assert {"left", "right", "zoom-in", "zoom-out", "reset", "chart-queue", "chart-lanes"} <= seen
 
 
-def test_milliseconds_and_ticks_are_both_shown_where_time_is_known(visit: Visit, tmp_path: Path) -> None:
+def test_milliseconds_and_ticks_are_shown_if_time_is_known(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_crowded(path)
     page = visit.open(path)
@@ -107,7 +107,7 @@ def test_milliseconds_and_ticks_are_both_shown_where_time_is_known(visit: Visit,
     assert page.locator("#range").inner_text().startswith("all: tick 0 to ")
 
 
-def test_the_table_names_who_did_what(visit: Visit, tmp_path: Path) -> None:
+def test_the_table_of_ticks_names_requests(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_few(path)
     rows = [row.split("\t") for row in visit.open(path).locator("#ticks tbody tr").all_inner_texts()]
@@ -116,7 +116,7 @@ def test_the_table_names_who_did_what(visit: Visit, tmp_path: Path) -> None:
     assert completed == ["b", "a", "c", "d"]
 
 
-def test_hostile_names_are_only_text(visit: Visit, tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_few(path, HOSTILE_NAMES)
     page = visit.open(path)
@@ -131,7 +131,7 @@ def test_hostile_names_are_only_text(visit: Visit, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_is_legible_in_both_schemes(browser: Browser, tmp_path: Path, scheme: str) -> None:
+def test_text_has_contrast_in_both_schemes(browser: Browser, tmp_path: Path, scheme: str) -> None:
     path = tmp_path / "report.html"
     write_few(path)
     assert all(each >= 4.5 for each in contrasts(browser, path, scheme, ["text", "muted", "accent", "a", "b"]))
@@ -144,28 +144,28 @@ def test_a_long_replay_is_drawn_in_spans_with_a_hint(visit: Visit, tmp_path: Pat
     assert path.stat().st_size < 1_500_000
     page = visit.open(path)
     hint = page.locator("#timeline .hint").inner_text()
-    assert "in a row are drawn as one" in hint
+    assert "consecutive ticks of" in hint
     assert page.locator("#chart-lanes").count() == 0
     assert page.locator("#timeline canvas").first.evaluate(PAINTED) > 8
     assert page.locator("#ticks tbody tr").count() == MAX_LINES
     assert page.locator("#ticks").is_visible() is False, "a long table opens when asked"
 
 
-def test_the_same_replay_gives_the_same_page(tmp_path: Path) -> None:
+def test_equal_replays_give_the_same_page(tmp_path: Path) -> None:
     write_few(tmp_path / "one.html")
     write_few(tmp_path / "two.html")
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
 
 
-def test_nothing_ran_is_a_page_too() -> None:
+def test_a_replay_without_steps_has_a_page() -> None:
     side = Side()
     replay, report = few([], ("a", "b", "c", "d"))
     side.end(report, replay.outcomes[:0])
     assert "<table" in replay_page(side)
 
 
-def test_a_preempted_request_shows_when_it_waited_for_blocks() -> None:
-    """As long as its sequence was preempted, in both units, within the time that it was decoded."""
+def test_a_preempted_request_shows_its_stalls() -> None:
+    """A stall lasts as long as the preemption of its sequence, in both units, within the time of its decoding."""
     side = Side()
     replay, report = crowded([side])
     side.end(report, replay.outcomes)

@@ -1,4 +1,4 @@
-"""A sweep on one page, in a real browser: points that tell who they are, a front, a table that sorts."""
+"""Sweep page in a real browser: labelled points, the Pareto front, a sortable table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.visits import Visit
 
 TTFT, SPEED = "latency_ms.ttft.p99", "output_tokens_per_s"
 POINTS = ((100.0, 50.0, 0.5), (200.0, 90.0, 1.0), (300.0, 80.0, 0.995), (400.0, 120.0, 1.0))
-"""Time to the first token, speed, and the share of requests that meet the goals; the third is beaten by the second."""
+"""Time to first token, speed, and the share of requests that meet the goals; the second point dominates the third."""
 
 
 def outcome(number: int, figures: tuple[float, ...] | None, settings: Settings | None = None) -> SweepOutcome:
@@ -63,7 +63,7 @@ def page(visit: Visit, tmp_path: Path) -> Page:
     return opened
 
 
-def test_every_config_that_works_is_a_point_and_the_best_are_joined(page: Page) -> None:
+def test_every_valid_config_is_a_point_and_the_front_is_joined(page: Page) -> None:
     assert page.locator("#plot circle.point").count() == 4
     assert page.locator("#plot circle.point.front").count() == 3
     assert page.locator("#plot circle.ring").count() == 1
@@ -72,7 +72,7 @@ def test_every_config_that_works_is_a_point_and_the_best_are_joined(page: Page) 
     assert page.locator("#plot circle title").all_text_contents()[0].startswith("max_num_seqs=8, order=fcfs\n")
 
 
-def test_points_lie_where_their_figures_say(page: Page) -> None:
+def test_points_are_positioned_by_their_figures(page: Page) -> None:
     places = page.locator("#plot circle.point").evaluate_all(
         "points => points.map(point => [Number(point.getAttribute('cx')), Number(point.getAttribute('cy'))])"
     )
@@ -82,16 +82,16 @@ def test_points_lie_where_their_figures_say(page: Page) -> None:
     assert ys[3] < ys[1] < ys[2] < ys[0], "more is higher up"
 
 
-def test_the_table_has_all_and_marks_the_front_and_the_cheapest(page: Page) -> None:
+def test_the_table_has_all_configs_and_marks_the_front_and_the_cheapest(page: Page) -> None:
     rows = [row.split("\t") for row in page.locator("#configs tbody tr").all_inner_texts()]
     assert len(rows) == 5
     assert ["★" in row[0] for row in rows] == [True, True, False, True, False]
     assert ["cheapest" in row[0] for row in rows] == [False, False, False, True, False]
-    assert rows[4][-1] == "cannot work: max_num_seqs is 0; at least 1 is needed"
+    assert rows[4][-1] == "invalid: max_num_seqs is 0; at least 1 is needed"
     assert "Cheapest that meets ttft of 250 ms: max_num_seqs=32, order=fair" in page.locator("header").inner_text()
 
 
-def test_a_head_sorts_the_table_both_ways_and_what_has_no_figure_stays_last(page: Page) -> None:
+def test_headings_sort_both_ways_with_missing_figures_last(page: Page) -> None:
     head = page.get_by_role("button", name="output_tokens_per_s")
     order = "rows => rows.map(row => row.dataset.row)"
     head.click()
@@ -103,7 +103,7 @@ def test_a_head_sorts_the_table_both_ways_and_what_has_no_figure_stays_last(page
     assert page.locator("#configs tbody tr").evaluate_all(order)[:2] == ["1", "3"]
 
 
-def test_keys_go_from_point_to_point_and_tell_each(page: Page) -> None:
+def test_keys_move_between_points_and_describe_each(page: Page) -> None:
     told = page.locator("#told")
     page.locator("#plot").focus()
     texts = []
@@ -117,7 +117,7 @@ def test_keys_go_from_point_to_point_and_tell_each(page: Page) -> None:
     assert page.locator("#configs tr.chosen").get_attribute("data-row") == "0"
 
 
-def test_other_figures_can_be_plotted_and_their_front_is_found_anew(page: Page) -> None:
+def test_other_figures_can_be_plotted_with_their_front(page: Page) -> None:
     assert "kv_capacity" not in page.locator("#axis-x").inner_text(), "what is the same everywhere shows nothing"
     page.locator("#axis-x").select_option("goodput.ratio")
     names = page.locator("#plot text.name").all_text_contents()
@@ -125,7 +125,7 @@ def test_other_figures_can_be_plotted_and_their_front_is_found_anew(page: Page) 
     assert page.locator("#plot circle.point.front").count() == 1
 
 
-def test_hostile_values_are_only_text(visit: Visit, tmp_path: Path) -> None:
+def test_hostile_values_are_escaped(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "sweep.html"
     hostile = outcome(4, POINTS[0], {"max_num_seqs": HOSTILE_NAMES[0], "order": HOSTILE_NAMES[1]})
     path.write_text(sweep_page(sweep_result(hostile, name=HOSTILE_NAMES[1])))
@@ -135,7 +135,7 @@ def test_hostile_values_are_only_text(visit: Visit, tmp_path: Path) -> None:
     assert page.title() == f"Sweep of {HOSTILE_NAMES[1]}"
 
 
-def test_nothing_works_is_a_page_too(visit: Visit, tmp_path: Path) -> None:
+def test_a_sweep_without_valid_configs_has_a_page(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "sweep.html"
     nothing = SweepResult("w.json", (outcome(0, None), outcome(1, None)), (), (False, False), {}, 99.0, None, {})
     path.write_text(sweep_page(nothing))
@@ -150,13 +150,13 @@ def test_a_sweep_is_shown_as_text_and_as_an_object_with_equal_content() -> None:
     assert [cell_text(row[0]) for row in sweep_table(sweep).rows] == ["*", "*", "", "*", ""]
     unit, _, *rest = sweep_notes(sweep)
     assert unit == "times in ms"
-    assert rest == ["max_num_seqs=40, order=fcfs cannot work: max_num_seqs is 0; at least 1 is needed"]
+    assert rest == ["max_num_seqs=40, order=fcfs is invalid: max_num_seqs is 0; at least 1 is needed"]
     assert verdict(sweep) == ""
     assert facts(sweep)["objectives"] == [{"name": TTFT, "better": "less"}, {"name": SPEED, "better": "more"}]
     assert facts(sweep)["common"] == {"block_size": "16"}
 
 
-def test_figures_of_many_sizes_are_laid_out_by_their_logarithms(visit: Visit, tmp_path: Path) -> None:
+def test_figures_of_many_magnitudes_use_logarithmic_axes(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "sweep.html"
     far = outcome(4, (10_000.0, 130.0, 1.0))
     path.write_text(sweep_page(sweep_result(far)))

@@ -1,4 +1,4 @@
-"""Figures of one report and of two: what is told, what is left out, and by how much B differs."""
+"""Tables of one report and of two: shown and omitted figures, and the differences of B."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def titles(tables: list[Table]) -> list[str]:
     return [table.title for table in tables]
 
 
-def test_what_did_not_happen_has_no_table(in_ticks: Report, timed: Report) -> None:
+def test_unused_features_have_no_table(in_ticks: Report, timed: Report) -> None:
     assert titles(figure_tables(in_ticks)) == ["Requests", "Tokens", "Load", "KV cache"]
     assert titles(figure_tables(timed)) == ["Requests", "Tokens", "Load", "KV cache", "Preemption"]
     met = Goodput({"ttft": 500.0, "tpot": 12.5}, 3, 0.75, 1.5)
@@ -76,7 +76,7 @@ def test_a_figure_that_only_one_side_has_is_listed(in_ticks: Report, timed: Repo
     assert back["preemptions"] == [str(timed.preemptions), ABSENT, ABSENT, ABSENT]
 
 
-def test_words_differ_or_do_not(in_ticks: Report) -> None:
+def test_differing_texts_are_marked(in_ticks: Report) -> None:
     lost = msgspec.structs.replace(in_ticks, all_blocks_returned=False)
     rows = {name: row for table in figure_comparison(in_ticks, lost) for name, row in rows_of(table).items()}
     assert rows["all returned"] == ["yes", "no", "differs", ""]
@@ -84,7 +84,7 @@ def test_words_differ_or_do_not(in_ticks: Report) -> None:
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
-def test_a_difference_has_its_sign_and_its_share_of_a(before: int, after: int) -> None:
+def test_a_difference_has_a_sign_and_a_percentage_of_a(before: int, after: int) -> None:
     change, percent = difference(before, after)
     if before == after:
         assert (change, percent) == ("", "")
@@ -94,12 +94,12 @@ def test_a_difference_has_its_sign_and_its_share_of_a(before: int, after: int) -
         assert percent == (ABSENT if before == 0 else f"{100 * (after - before) / before:+.1f} %")
 
 
-def test_a_small_difference_is_no_rounding_error() -> None:
+def test_a_small_difference_is_not_a_rounding_error() -> None:
     assert difference(0.1 + 0.2, 0.4) == ("+0.1", "+33.3 %")
     assert difference(1000.0, 1000.4, Style.SHORT) == ("+0.4", "+0.0 %")
 
 
-def test_latencies_of_two_are_in_the_unit_that_both_have(in_ticks: Report, timed: Report) -> None:
+def test_compared_latencies_have_a_common_unit(in_ticks: Report, timed: Report) -> None:
     assert latency_comparison(timed, timed)[0].columns[0].name == "latencies, ms"
     assert latency_comparison(timed, in_ticks)[0].columns[0].name == "latencies, ticks"
     assert latency_strips(in_ticks, timed).columns[0].name == "ticks"
@@ -108,7 +108,7 @@ def test_latencies_of_two_are_in_the_unit_that_both_have(in_ticks: Report, timed
     assert latency_strips(empty, in_ticks).rows == []
 
 
-def test_strips_of_two_share_their_length(in_ticks: Report) -> None:
+def test_compared_strips_have_a_common_scale(in_ticks: Report) -> None:
     slow = Distribution(4.0, 3.0, 6.0, 7.0, 8.0)
     fast = Distribution(1.0, 1.0, 1.5, 2.0, 2.0)
     one, other = (
@@ -137,7 +137,7 @@ def test_a_note_of_one_side_names_that_side(in_ticks: Report) -> None:
     assert comparison_notes(one, other) == ["both", "A: mine", "B: yours"]
 
 
-def test_tiles_of_two_are_those_that_both_have(in_ticks: Report, timed: Report) -> None:
+def test_compared_tiles_are_those_of_both_reports(in_ticks: Report, timed: Report) -> None:
     alone = {tile.label: tile for tile in tiles_of(timed).tiles}
     twins = {tile.label: tile for tile in twin_tiles(in_ticks, timed).tiles}
     assert "Preemptions" in alone.keys() - twins.keys()

@@ -1,1 +1,1 @@
-"""Small programs, one a client, each run in an environment that has this client and nothing of ours."""
+"""Client programs, each of which runs in an environment with one client and without Lockstep."""

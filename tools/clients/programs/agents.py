@@ -1,7 +1,7 @@
-"""What the programs of coding agents have in common: a server with scripted answers, and a folder to work in.
+"""Common parts of coding agents: a server with scripted answers, and a working folder.
 
-A model of random weights calls no tools, so that the stub answers: first with a call of the agent's own tool that
-reads a file, then, when the file's content is in the prompt, with that content.
+A model with random weights calls no tools, so the stub answers: first with a call of the agent's file-reading tool,
+then, when the file's content is in the prompt, with that content.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ NAME = "agent"
 FILE, CONTENT = "note.txt", "the-line-of-the-note"
 ASK = f"Which line does {FILE} have?"
 CONTEXT_TOKENS = 100_000
-"""A token of the stub is a byte: an agent's prompt fits, and the output that it allows beside it does not."""
+"""Context size in tokens. A token of the stub is a byte, so an agent's prompt fits, but its maximum output does not fit
+as well."""
 AGENT_S = 120
 KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR")
-"""Variables that an agent gets of this process's."""
+"""Environment variables that an agent inherits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """A folder with a file, a home of its own for the agent, and the server."""
+    """A folder with a file, a separate home for the agent, and the server."""
 
     url: str
-    """Without ``/v1``."""
+    """Base URL without ``/v1``."""
     folder: Path
     home: Path
 
     def run(self, command: Sequence[str], variables: Mapping[str, str]) -> list[dict[str, Any]]:
-        """The events of an agent, which writes JSON lines; AssertionError with what it wrote where it fails."""
+        """Events of an agent that writes JSON lines; AssertionError with its output if it fails."""
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
         environment |= {"HOME": str(self.home), **variables}
         done = subprocess.run(
@@ -78,7 +79,7 @@ def workplace(tool: str, arguments: Mapping[str, Any]) -> Iterator[Workplace]:
 
 
 def version_of(program: str) -> str:
-    """The version that a program prints."""
+    """Version that a program prints."""
     printed = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=AGENT_S).stdout
     found = re.search(r"\d+\.\d+\.\d+\S*", printed)
     return printed.strip() if found is None else found[0]

@@ -12,7 +12,7 @@ from tools.clients.programs.benches import NUM_REQUESTS, command, write_prompts,
 from tools.clients.programs.scenarios import check, run
 
 SOME_TEXT = ("--extra-inputs", "min_tokens:4")
-"""An answer without text is an error to AIPerf, and a model may end at once."""
+"""Option for answers with text: AIPerf treats an empty answer as an error, and a model may end at once."""
 
 
 def _asking(kind: str, *more: str) -> Callable[[str, str], None]:

@@ -1,4 +1,4 @@
-"""What the programs of load generators have in common: prompts in a file, a tokenizer in a directory, one command."""
+"""Common parts of load generators: prompts in a file, a tokenizer in a directory, one command."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NUM_REQUESTS = 8
 
 
 def write_prompts(folder: Path, key: str) -> Path:
-    """A JSONL file of prompts under a key."""
+    """JSONL file of prompts under a key."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({key: f"{ASK}, number {n}"}) + "\n" for n in range(NUM_REQUESTS)))
     return path
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A directory that transformers reads: bytes are tokens, since no hub is asked for the model's own."""
+    """Tokenizer directory for transformers with bytes as tokens, so that no hub is needed."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(
@@ -38,7 +38,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def command(folder: Path, name: str, *arguments: str) -> None:
-    """Run a program of this environment in a folder; AssertionError with what it said where it fails."""
+    """Run a program of this environment in a folder; AssertionError with its output if it fails."""
     script = Path(sysconfig.get_path("scripts")) / name
     done = subprocess.run([str(script), *arguments], cwd=folder, capture_output=True, text=True, timeout=COMMAND_S)
     if done.returncode:

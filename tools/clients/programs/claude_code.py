@@ -1,4 +1,4 @@
-"""Claude Code: a question that it answers by its own tool, streamed."""
+"""Claude Code: a question that it answers with its own tool, streamed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VARIABLES = {
 
 
 def tool_round_trip(base_url: str, model: str) -> None:
-    """It asks for more tokens than the context leaves, runs the tool that is called, and sends the result; the second
-    prompt begins with the first, which is found in the prefix cache."""
+    """The agent requests more tokens than the context has left, runs the called tool, and sends the result; the second
+    prompt begins with the first one, which is in the prefix cache."""
     with workplace("Read", {"file_path": f"{{folder}}/{FILE}"}) as place:
         command = [PROGRAM, "-p", ASK, "--output-format", "stream-json", "--verbose"]
         events = place.run(command, {**VARIABLES, "ANTHROPIC_BASE_URL": place.url})
     blocks = [block for event in events if "message" in event for block in event["message"]["content"]]
-    check([block["name"] for block in blocks if block["type"] == "tool_use"] == ["Read"], "no call, or another")
+    check([block["name"] for block in blocks if block["type"] == "tool_use"] == ["Read"], "no call, or another call")
     results = [str(block["content"]) for block in blocks if block["type"] == "tool_result"]
     check(len(results) == 1 and CONTENT in results[0], f"the tool's results are {results}")
     last = events[-1]

@@ -1,4 +1,4 @@
-"""Codex CLI: a question that it answers by its own tool, streamed."""
+"""Codex CLI: a question that it answers with its own tool, streamed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _events(place: Workplace) -> list[dict[str, Any]]:
 
 
 def tool_round_trip(base_url: str, model: str) -> None:
-    """It describes tools of several types, runs the one that is called, and sends the result; the second prompt begins
-    with the first, which is found in the prefix cache."""
+    """The agent describes tools of several types, runs the called one, and sends the result; the second prompt begins
+    with the first one, which is in the prefix cache."""
     with workplace("exec_command", {"cmd": f"cat {FILE}"}) as place:
         events = _events(place)
     items = [event["item"] for event in events if event["type"] == "item.completed"]
@@ -39,7 +39,7 @@ def tool_round_trip(base_url: str, model: str) -> None:
 
 
 def namespaced_tool(base_url: str, model: str) -> None:
-    """A tool of a namespace is called under both names, and runs: it refuses an agent that is not there."""
+    """A tool of a namespace is called by both names and runs: it rejects an unknown agent."""
     with workplace("multi_agent_v1__close_agent", {"target": CONTENT}) as place:
         events = _events(place)
     texts = [event["item"].get("text") for event in events if event["type"] == "item.completed"]

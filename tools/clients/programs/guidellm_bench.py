@@ -1,4 +1,4 @@
-"""GuideLLM, which asks for usage in every chunk: chat, text and responses, streamed."""
+"""GuideLLM, which requests usage in every chunk: chat, text and responses, streamed."""
 
 from __future__ import annotations
 

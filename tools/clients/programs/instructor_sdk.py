@@ -1,4 +1,4 @@
-"""Instructor: objects out of answers, in each of its modes that a server of OpenAI's shape may be asked in."""
+"""Instructor: structured objects in each of its modes for servers with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _in_mode(mode: str) -> Any:
         )
         told = {"messages": [{"role": "user", "content": ASK}], "max_retries": 0}
         more: dict[str, Any] = {} if mode == "RESPONSES_TOOLS" else {"seed": SEED}
-        if mode == "JSON":  # the mode asks for any JSON: what it is to be is only told in the prompt
+        if mode == "JSON":  # the mode requests any JSON; only the prompt describes the object
             more["extra_body"] = {"response_format": None, "guided_json": Ticket.model_json_schema()}
         ticket = client.chat.completions.create(model=model, response_model=Ticket, **told, **more)
         check(ticket.queue in QUEUES, "no ticket came")

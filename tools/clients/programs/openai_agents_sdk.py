@@ -1,4 +1,4 @@
-"""OpenAI's agents: a tool that must be called, its result, and an object at the end, by both interfaces."""
+"""OpenAI's Agents SDK: a required tool call, its result, and a final object, by both APIs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ticket(BaseModel):
 
 
 def _models(base_url: str, model: str) -> list[Any]:
-    set_tracing_disabled(True)  # a trace would be sent elsewhere
+    set_tracing_disabled(True)  # a trace would be sent to another server
     client = AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
     return [
         OpenAIChatCompletionsModel(model=model, openai_client=client),
@@ -70,7 +70,7 @@ async def structured(base_url: str, model: str) -> None:
 
 
 async def structured_with_tools(base_url: str, model: str) -> None:
-    """The model may call a tool, or answer with the object; it must end with that."""
+    """The model may call a tool or answer with the object; it must end with the object."""
     for asked in _models(base_url, model):
         agent = Agent(name="helper", model=asked, output_type=Ticket, tools=[function_tool(open_ticket)])
         result = await Runner.run(agent, ASK, max_turns=8)

@@ -1,4 +1,4 @@
-"""Readers: files of any known format as workloads."""
+"""Readers: load files of any supported format as workloads."""
 
 from lockstep.replay.readers.reading import ReadOptions, read_workload
 

@@ -1,4 +1,4 @@
-"""A JSON document as its top-level members, each with its line, and the elements of one list with theirs."""
+"""JSON documents: parses top-level members and the elements of one list, each with its line."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from lockstep.errors import TraceError
 from lockstep.replay.readers.fields import EXACT_JSON, json_fault, shown
 
 MAX_DOCUMENT_BYTES = 64 << 20
-"""A document is read whole: this is half a million requests. Formats with a request per line have no such limit."""
+"""Maximum size of a document, which is read whole: half a million requests. Formats with a request per line have no
+such limit."""
 _PLAIN_JSON = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Located(NamedTuple):
-    """A value and where it begins."""
+    """A value and its position."""
 
     value: Any
     line: int
-    """Counted from 1."""
+    """Line, from 1."""
 
 
 Members = dict[str, Located]
 
 
 def read_text(stream: BinaryIO, name: str) -> str:
-    """A whole document; TraceError when it is too large or no UTF-8."""
+    """Read a whole document; TraceError if it is too large or not UTF-8."""
     content = stream.read(MAX_DOCUMENT_BYTES + 1)
     if len(content) > MAX_DOCUMENT_BYTES:
         raise TraceError(
-            f"{name} has over {MAX_DOCUMENT_BYTES >> 20} MiB in one JSON document; formats with one request per line "
-            "(Mooncake, Azure) may be of any size"
+            f"{name} is a JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB; use a format with a request per "
+            "line (Mooncake, Azure), which may have any size"
         )
     try:
         return content.decode().removeprefix("\ufeff")
@@ -43,15 +44,15 @@ def read_text(stream: BinaryIO, name: str) -> str:
 
 
 def members(text: str, name: str, exact: Container[str], itemised: str) -> Members:
-    """The members of the object that the text is.
+    """Members of the object in a text.
 
     Args:
-        exact: keys whose values keep their fractions digit by digit, NaN and repeated keys refused; the others are
-            read leniently, as they are another program's.
+        exact: keys whose values retain the digits of their fractions; NaN and repeated keys in them are refused. The
+            other values are read leniently, since other programs wrote them.
         itemised: key of a list whose elements are `Located` too.
 
     Raises:
-        TraceError: not such a document; the message has the line.
+        TraceError: the text is not such a document; the message has the line.
     """
     return _Scan(text, name).members(exact, itemised)
 
@@ -82,7 +83,7 @@ class _Scan:
             else:
                 found[key] = Located(self._value(EXACT_JSON if key in exact else _PLAIN_JSON), line)
         if self._next():
-            self._fault("the document goes on after its end")
+            self._fault("there is text after the end of the document")
         return found
 
     def line(self) -> int:
@@ -92,7 +93,7 @@ class _Scan:
         return self._line
 
     def _items(self, opening: str, closing: str, what: str) -> Iterator[int]:
-        """The line of each item of an object or a list; the caller reads the item before the next."""
+        """Line of each item of an object or a list; the caller reads the item before it requests the next."""
         self._take(opening)
         while self._next() != closing:
             yield self.line()
@@ -113,7 +114,7 @@ class _Scan:
         return value
 
     def _next(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """Next character that is not a space; empty at the end."""
         match = _SPACE.match(self._text, self._at)
         self._at = match.end() if match else self._at
         return self._text[self._at : self._at + 1]

@@ -1,4 +1,4 @@
-"""Values of foreign files, checked one by one: each error names the place, the value and what would be right."""
+"""Checks of values from foreign files: each error gives the location, the value and the expected form."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, NoReturn, cast
 from lockstep.errors import TraceError
 
 MAX_TOKENS = 1 << 30
-"""Tokens of one request; far above any context."""
+"""Maximum tokens of one request; far more than any context."""
 MAX_ID = (1 << 63) - 1
-"""Greatest id of a block's content."""
+"""Maximum id of a block's content."""
 MAX_NAME_CHARS = 256
 PS_PER_S = 1_000_000_000_000
 PS_PER_NS = 1_000
 MAX_TIME_PS = 10_000 * 366 * 86_400 * PS_PER_S
-"""Ten thousand years: stamps may count from any origin, but a number beyond is a mistake."""
+"""Maximum time: ten thousand years. Timestamps may count from any origin, but a greater number is an error."""
 _SHOWN_CHARS = 40
 
 
 def shown(value: object) -> str:
-    """A foreign value in a message: on one line, and short."""
-    short = reprlib.Repr()  # goes no deeper into what is nested
+    """Foreign value for a message: on one line, and short."""
+    short = reprlib.Repr()  # does not descend into nested values
     short.maxlevel = 1
     short.maxstring = short.maxother = short.maxlong = _SHOWN_CHARS
     text = str(value) if isinstance(value, Decimal) else short.repr(value)
@@ -32,7 +32,7 @@ def shown(value: object) -> str:
 
 
 def whole(value: object, what: str, place: str, least: int = 0, most: int = MAX_TOKENS) -> int:
-    """A whole number within limits; 512.0 is one."""
+    """Check that a value is an integer within limits; 512.0 is accepted."""
     if isinstance(value, int | Decimal) and not isinstance(value, bool) and least <= value <= most:
         number = int(value)
         if number == value:
@@ -41,7 +41,7 @@ def whole(value: object, what: str, place: str, least: int = 0, most: int = MAX_
 
 
 def content_ids(values: Sequence[object], what: str, place: str) -> tuple[int, ...]:
-    """Whole numbers that name contents. Traces are mostly made of these, so all are looked at together first."""
+    """Check integers that identify contents. They are checked together first, since traces consist mostly of these."""
     if set(map(type, values)) == {int}:
         ids = cast(Sequence[int], values)
         if min(ids) >= 0 and max(ids) <= MAX_ID:
@@ -50,7 +50,7 @@ def content_ids(values: Sequence[object], what: str, place: str) -> tuple[int, .
 
 
 def time_ps(value: object, what: str, place: str, unit_ps: int) -> int:
-    """A time from 0 on in whole picoseconds; what is finer is cut."""
+    """Check a time of at least 0, and return it in integer picoseconds, rounded down."""
     if isinstance(value, int | Decimal) and not isinstance(value, bool) and 0 <= value <= MAX_TIME_PS // unit_ps:
         return int(value * unit_ps)
     most = MAX_TIME_PS // unit_ps
@@ -58,7 +58,7 @@ def time_ps(value: object, what: str, place: str, unit_ps: int) -> int:
 
 
 def text(value: object, what: str, place: str) -> str:
-    """A short text that can be printed."""
+    """Check that a value is a short printable text."""
     if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_NAME_CHARS:
         raise TraceError(
             f"{place}: {what} is {shown(value)}; it must be text of at most {MAX_NAME_CHARS} printable characters"
@@ -67,25 +67,25 @@ def text(value: object, what: str, place: str) -> str:
 
 
 def array(value: object, what: str, place: str) -> Sequence[object]:
-    """A list of anything."""
+    """Check that a value is a list."""
     if not isinstance(value, list):
         raise TraceError(f"{place}: {what} is {shown(value)}; it must be a list")
     return value
 
 
 def check_keys(keys: Iterable[str], known: Sequence[str], required: Sequence[str], place: str) -> None:
-    """Nothing unknown, nothing missing."""
+    """Check that all keys are known and none is missing."""
     given = list(keys)
     for key in given:
         if key not in known:
-            raise TraceError(f"{place}: {shown(key)} is not known here; known are {', '.join(known)}")
+            raise TraceError(f"{place}: unknown key {shown(key)}; the keys are {', '.join(known)}")
     missing = [key for key in required if key not in given]
     if missing:
-        raise TraceError(f"{place}: {' and '.join(missing)} missing")
+        raise TraceError(f"{place}: missing {' and '.join(missing)}")
 
 
 def json_object(line: str, place: str) -> dict[str, Any]:
-    """A line as an object, with fractions as they were written."""
+    """Parse a line as an object; fractions retain their digits."""
     try:
         value = EXACT_JSON.decode(line)
     except (ValueError, ArithmeticError, RecursionError) as error:
@@ -96,7 +96,7 @@ def json_object(line: str, place: str) -> dict[str, Any]:
 
 
 def json_object_at(fields: Mapping[str, object], key: str, place: str) -> Mapping[str, Any]:
-    """A member that is an object."""
+    """Check that a member is an object."""
     value = fields.get(key)
     if not isinstance(value, dict):
         raise TraceError(f"{place}: {key} is {shown(value)}; it must be an object")
@@ -104,12 +104,12 @@ def json_object_at(fields: Mapping[str, object], key: str, place: str) -> Mappin
 
 
 def json_fault(error: Exception) -> str:
-    """Fault of a JSON text, on one line."""
+    """Fault of a JSON text on one line."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
     if isinstance(error, ArithmeticError):
-        return "a number beyond all limits"
-    return "nested too deep" if isinstance(error, RecursionError) else str(error)
+        return "a number is too large"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -121,8 +121,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 EXACT_JSON = json.JSONDecoder(parse_float=Decimal, parse_constant=_no_number, object_pairs_hook=_unique)
-"""Refuses NaN, Infinity and repeated keys; fractions keep the digits that they were written with."""
+"""Decoder that refuses NaN, Infinity and repeated keys; fractions retain their digits."""

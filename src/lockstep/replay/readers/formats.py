@@ -1,8 +1,8 @@
-"""Foreign trace formats (Azure, Mooncake, AIPerf, vLLM's bench): for each, a function from its records to requests.
+"""Foreign trace formats (Azure, Mooncake, AIPerf, vLLM's bench): convert the records of each to requests.
 
-`reading.py` opens the file, detects its format from its beginning, and sorts and cuts the requests. A file of lines may
-have any size; a JSON document is read whole. A request that failed when it was recorded is still load, and an output of
-0 tokens counts as 1, because every request gets one.
+`reading.py` opens the file, detects its format from its first bytes, and sorts and limits the requests. A file of lines
+may have any size; a JSON document is read whole. A request that failed when it was recorded is still load, and an
+output of 0 tokens counts as 1, because every request generates one.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from lockstep.replay.workload import PS_PER_MS, WorkloadRequest
 
 Requests = Iterator[WorkloadRequest]
 Lines = Iterable[tuple[int, str]]
-"""Lines of a file, each after its number, which counts from 1."""
+"""Lines of a file with their numbers, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineFormat:
-    """A format with a request per line."""
+    """A format with one request per line."""
 
     read: Callable[[Lines, str], Requests]
-    """From lines and the file's name to requests, arrivals in picoseconds."""
+    """Function from lines and the file's name to requests with arrivals in picoseconds."""
     content_size: int = 0
-    """Prompt tokens that one content id stands for; 0: the format has no contents."""
+    """Prompt tokens per content id; 0: the format has no contents."""
     is_sorted: bool = True
-    """Whether lines come in the order of arrivals; if not, all requests are read and sorted first."""
+    """True if lines are in the order of arrival; otherwise all requests are read and then sorted."""
 
 
 def _request(
     place: str, name: str, num_prompt: int, num_output: int, arrival_ps: int, contents: tuple[int, ...] = ()
 ) -> WorkloadRequest:
-    """A request of a format that has the number of output tokens, but not their limit."""
+    """Request of a format with the number of output tokens but not their limit."""
     most = max(1, num_output)
     return WorkloadRequest(name, max(1, num_prompt), most, most, arrival_ps, contents=contents, place=place)
 
@@ -106,11 +106,11 @@ def _stamp_ps(value: str, place: str) -> int:
     match = _STAMP.fullmatch(value)
     try:
         if match is None:
-            raise ValueError("2023-11-16 18:15:46.6805900 would be right")
+            raise ValueError("write it like 2023-11-16 18:15:46.6805900")
         whole_s, digits, offset = match.groups()
         since = datetime.fromisoformat(whole_s + (offset or "+00:00")) - _YEAR_1
         if since < timedelta(0):
-            raise ValueError("time begins with the year 1")
+            raise ValueError("the earliest year is 1")
     except (ValueError, OverflowError) as error:
         raise TraceError(f"{place}: TIMESTAMP is {shown(value)}; it must be a date and a time ({error})") from None
     return since // timedelta(seconds=1) * PS_PER_S + int((digits or "0").ljust(12, "0"))
@@ -138,9 +138,9 @@ def _mooncake_requests(lines: Lines, name: str) -> Requests:
         if not fields.keys().isdisjoint(_TURNS):
             keys = ", ".join(key for key in _TURNS if key in fields)
             raise TraceError(
-                f"{place}: it is a turn of a conversation ({keys}), which comes "
-                "when the answer before it has ended; a replay's arrivals are fixed, so give every turn its timestamp "
-                "and its whole input_length, and leave these keys out"
+                f"{place}: turns of a conversation ({keys}) are not supported, because their arrival depends on the "
+                "previous answer and a replay's arrivals are fixed; give each turn a timestamp and its whole "
+                "input_length, and omit these keys"
             )
         check_keys(fields, MOONCAKE_COLUMNS, MOONCAKE_COLUMNS[:3], place)
         num_prompt = whole(fields["input_length"], "input_length", place, 1)
@@ -166,9 +166,9 @@ _OUTPUT_METRICS = ("output_sequence_length", "output_token_count")
 def _aiperf_requests(lines: Lines, name: str) -> Requests:
     """AIPerf's ``profile_export.jsonl``: one JSON object per request, in the order in which they ended.
 
-    Read are ``metadata.request_start_ns`` (since 1970) and the metrics ``input_sequence_length`` (of failures
-    ``error_isl``) and ``output_sequence_length`` (else ``output_token_count``), each ``{"value", "unit"}``. Records of
-    another ``benchmark_phase`` than ``profiling`` warmed the server up and are no part of the workload.
+    Read are ``metadata.request_start_ns`` (since 1970) and the metrics ``input_sequence_length`` (for failures
+    ``error_isl``) and ``output_sequence_length`` (otherwise ``output_token_count``), each ``{"value", "unit"}``.
+    Records with a ``benchmark_phase`` other than ``profiling`` are warm-up requests and not part of the workload.
     """
     for number, line in lines:
         place = f"{name}:{number}"
@@ -180,7 +180,7 @@ def _aiperf_requests(lines: Lines, name: str) -> Requests:
         num_prompt = _metric(metrics, _PROMPT_METRICS, place)
         if num_prompt is None:
             raise TraceError(
-                f"{place}: the metric {' or '.join(_PROMPT_METRICS)} is missing; the prompt's length is unknown"
+                f"{place}: the metric {' or '.join(_PROMPT_METRICS)} is missing, so the prompt's length is unknown"
             )
         num_output = _metric(metrics, _OUTPUT_METRICS, place) or 0
         own_name = text(metadata.get("x_request_id") or str(number), "metadata.x_request_id", place)
@@ -189,7 +189,7 @@ def _aiperf_requests(lines: Lines, name: str) -> Requests:
 
 
 def _metric(metrics: Mapping[str, Any], names: Iterable[str], place: str) -> int | None:
-    """The first of these metrics that is there, as a number of tokens."""
+    """First of these metrics that is present, as a number of tokens."""
     for name in names:
         metric = metrics.get(name)
         if metric is not None:
@@ -203,19 +203,19 @@ def _metric(metrics: Mapping[str, Any], names: Iterable[str], place: str) -> int
 
 VLLM_ARRAYS = ("input_lens", "output_lens", "start_times")
 VLLM_RUN_KEYS = ("num_prompts", "request_rate", "completed", "total_input_tokens")
-"""Keys of every result, detailed or not."""
+"""Keys of all results, with or without details."""
 
 
 def vllm_bench_requests(document: Members, name: str) -> list[WorkloadRequest]:
-    """Results of ``vllm bench serve --save-result --save-detailed``, and of our own ``bench serve`` after it.
+    """Results of ``vllm bench serve --save-result --save-detailed``, and of ``lockstep bench serve``.
 
     One JSON document with aligned arrays: ``input_lens``, ``output_lens``, ``start_times`` (seconds of any clock), in
-    the order in which requests were sent. What else the file holds are measurements; they are not read.
+    the order in which requests were sent. Other members of the file are measurements and are not read.
     """
     missing = [key for key in VLLM_ARRAYS if key not in document]
     if missing:
         raise TraceError(
-            f"{name}: {' and '.join(missing)} missing; a result holds single requests when it is saved with "
+            f"{name}: {' and '.join(missing)} missing; a result has single requests only if it was saved with "
             "--save-detailed"
         )
     columns = [array(document[key].value, key, f"{name}:{document[key].line}") for key in VLLM_ARRAYS]
@@ -225,9 +225,9 @@ def vllm_bench_requests(document: Members, name: str) -> list[WorkloadRequest]:
     requests = []
     for index, (num_input, num_output, start_s) in enumerate(zip(*columns, strict=True)):
         place = f"{name}:{document[VLLM_ARRAYS[0]].line}: request {index}"
-        most = whole(num_output, "its entry of output_lens", place)
-        num_prompt = whole(num_input, "its entry of input_lens", place)
-        arrival_ps = time_ps(start_s, "its entry of start_times", place, PS_PER_S)
+        most = whole(num_output, "its output_lens", place)
+        num_prompt = whole(num_input, "its input_lens", place)
+        arrival_ps = time_ps(start_s, "its start_times", place, PS_PER_S)
         requests.append(_request(place, str(index), num_prompt, most, arrival_ps))
     return sorted(requests, key=lambda request: request.arrival)
 

@@ -1,4 +1,4 @@
-"""Workloads from files: formats are detected from the content, and arrivals are changed as the options require."""
+"""Reader of workloads: detects the format from the content, and changes arrivals as the options require."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from lockstep.worker.flight.chunks import begins_recording
 from lockstep.worker.flight.entries import SUFFIX
 
 MAX_SAME_STAMP = 100_000
-"""Requests that share a stamp are held together while they are spread."""
+"""Maximum requests with the same timestamp; they are held in memory together while they are spread."""
 _RANDOM_BITS = 64
 
 Timed = tuple[int, WorkloadRequest]
-"""A request with the arrival that it is given."""
+"""A request with its new arrival."""
 HEAD_BYTES = 64 << 10
 """Bytes from which the format is detected."""
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]{1,64})"')
@@ -60,41 +60,40 @@ class ReadOptions:
     """Changes to a file's arrivals."""
 
     speed: float = 1.0
-    """All gaps are divided by it."""
+    """Divisor of all gaps between arrivals."""
     limit: int | None = None
-    """Requests at most, the first ones to arrive; None: all."""
+    """Maximum requests, the first ones by arrival; None: all."""
     dequantize_seed: int | None = None
-    """Requests that share a stamp are spread uniformly up to the next one, in their order, at random from this seed;
-    None: they stay together."""
+    """Seed for spreading requests with the same timestamp uniformly and in order up to the next timestamp; None: they
+    keep their timestamp."""
     engine: int | None = None
-    """Number of the engine whose requests are read from a recording; None: of the only one."""
+    """Number of the engine whose requests are read from a recording; None: the only one."""
     max_unsorted: int = 1_000_000
-    """Maximum number of requests of a file whose lines have another order than arrivals: they are held together to be
-    sorted."""
+    """Maximum requests of a file whose lines are not in order of arrival; they are sorted in memory."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf:
-            raise UsageError(f"the speed is {self.speed}; it must be above 0 and finite")
+            raise UsageError(f"the speed is {self.speed}; it must be positive and finite")
         if self.limit is not None and self.limit < 1:
-            raise UsageError(f"the limit is {self.limit}; at least one request is needed")
+            raise UsageError(f"the limit is {self.limit}; it must be at least 1")
         if self.dequantize_seed is not None and self.dequantize_seed < 0:
             raise UsageError(f"the seed is {self.dequantize_seed}; it must not be negative")
         if self.engine is not None and self.engine < 0:
-            raise UsageError(f"the engine is {self.engine}; engines are counted from 0")
+            raise UsageError(f"the engine is {self.engine}; it must be at least 0")
 
 
 AS_RECORDED = ReadOptions()
 
 
 def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workload:
-    """A file as a workload, whatever format it has.
+    """Read a file of any supported format as a workload.
 
-    Formats with sorted lines stream: their ``requests`` may be iterated over again and again, and each time reads the
-    file anew, in memory that does not depend on its size.
+    Formats with sorted lines are streamed: their ``requests`` can be iterated repeatedly, and each iteration reads the
+    file again, in memory that does not depend on its size.
 
     Raises:
-        TraceError: it cannot be read or is none of the formats; the message has the line. Faults of lines that stream
-            are raised when they are reached.
+        TraceError: the file cannot be read or has none of the formats; the message has the line. Faults in streamed
+            lines are raised when the lines are reached.
     """
     path = Path(path).expanduser()
     if is_recording(path):
@@ -102,7 +101,7 @@ def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workl
     with open_source(path) as stream:
         head = stream.read(HEAD_BYTES)
     if options.engine is not None:
-        raise UsageError(f"{path.name} is no recording: it has no engines to choose from")
+        raise UsageError(f"{path.name} is not a recording, so it has no engines; omit the engine")
     line_format = _detect(head, path.name)
     if line_format is None:
         return _read_document(path, options)
@@ -113,7 +112,7 @@ def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workl
 
 
 def is_recording(path: Path) -> bool:
-    """True if a path is a recording of ours: a directory, or a file that begins as they do."""
+    """True if a path is a recording of Lockstep: a directory, or a file with the first bytes of one."""
     if path.is_dir() or path.suffix == SUFFIX:
         return True
     with open_source(path) as stream:
@@ -122,7 +121,7 @@ def is_recording(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _FileRequests:
-    """The requests of a file of lines, read anew by each iteration."""
+    """Requests of a file of lines; each iteration reads the file again."""
 
     path: Path
     format: LineFormat
@@ -140,23 +139,23 @@ def _sorted(rows: Iterable[WorkloadRequest], most: int) -> list[WorkloadRequest]
     requests: list[WorkloadRequest] = []
     for row in rows:
         if len(requests) == most:
-            raise TraceError(f"{row.place}: over {most} requests that have to be sorted; cut the file")
+            raise TraceError(f"{row.place}: more than {most} requests in unsorted lines; shorten the file")
         requests.append(row)
     return sorted(requests, key=lambda request: request.arrival)
 
 
 def _some(requests: Iterable[WorkloadRequest], name: str) -> Iterator[WorkloadRequest]:
-    """The same, but at least one."""
+    """The same requests; TraceError if there are none."""
     is_empty = True
     for request in requests:
         is_empty = False
         yield request
     if is_empty:
-        raise TraceError(f"{name} holds no request")
+        raise TraceError(f"{name} has no requests")
 
 
 def _read_recording(path: Path, options: ReadOptions) -> Workload:
-    """Requests of a live engine, with its config."""
+    """Requests of a recorded engine, with its config."""
     trace = open_trace(path)
     workload = workload_of(trace, trace.engine(options.engine).number)
     return replace(workload, requests=tuple(_some(shaped(workload.requests, options), path.name)))
@@ -173,20 +172,20 @@ def _read_document(path: Path, options: ReadOptions) -> Workload:
         return Workload(name, requests, file.unit, file.block_size, file.config)
     if any(key in document for key in (*VLLM_ARRAYS, *VLLM_RUN_KEYS)):
         return Workload(name, tuple(_some(shaped(vllm_bench_requests(document, name), options), name)), ArrivalUnit.PS)
-    raise TraceError(f"{name}:1: unknown format; it may be {KNOWN}")
+    raise TraceError(f"{name}:1: unknown format; supported are {KNOWN}")
 
 
 def _detect(head: bytes, name: str) -> LineFormat | None:
-    """The format of lines that a file begins with; None: a JSON document.
+    """Format of lines that a file begins with; None: a JSON document.
 
     Raises:
-        TraceError: neither.
+        TraceError: the file is neither.
     """
     text = _beginning(head).removeprefix("\ufeff").lstrip()
     if not text and head.strip(b"\xef\xbb\xbf \t\r\n"):
-        raise TraceError(f"{name} is neither UTF-8 text nor zstd; it may be {KNOWN}")
+        raise TraceError(f"{name} is neither UTF-8 text nor zstd; supported are {KNOWN}")
     if not text:
-        raise TraceError(f"{name} is empty; it may be {KNOWN}")
+        raise TraceError(f"{name} is empty; supported are {KNOWN}")
     if text.startswith("{"):
         keys = _first_keys(text)
         if any(key in MOONCAKE_COLUMNS for key in keys):
@@ -194,15 +193,15 @@ def _detect(head: bytes, name: str) -> LineFormat | None:
         if any(key in AIPERF_KEYS for key in keys):
             return AIPERF
         if _has_lines(text) and not any(key in DOCUMENT_KEYS for key in keys):
-            raise TraceError(f"{name}:1: unknown format of JSON lines, with {_named(keys)}; it may be {KNOWN}")
+            raise TraceError(f"{name}:1: unknown format of JSON lines, with {_named(keys)}; supported are {KNOWN}")
         return None
     if text.split("\n", 1)[0].casefold().startswith(AZURE_COLUMNS[0].casefold()):
         return AZURE
-    raise TraceError(f"{name}:1: unknown format; it may be {KNOWN}")
+    raise TraceError(f"{name}:1: unknown format; supported are {KNOWN}")
 
 
 def _has_lines(text: str) -> bool:
-    """True if the first line is an object by itself, and another line follows it."""
+    """True if the first line is a whole object and another line follows."""
     first, _, rest = text.partition("\n")
     try:
         return isinstance(json.loads(first), dict) and bool(rest.strip())
@@ -211,14 +210,14 @@ def _has_lines(text: str) -> bool:
 
 
 def _named(keys: Sequence[str]) -> str:
-    """The keys of an object for a message, the first ones of many."""
+    """Keys of an object for a message, the first ones if there are many."""
     if not keys:
         return "no key"
     return f"the keys {', '.join(map(json.dumps, keys[:MAX_KEYS_SHOWN]))}{' ...' if len(keys) > MAX_KEYS_SHOWN else ''}"
 
 
 def _beginning(head: bytes) -> str:
-    """As much as is text; a byte further on that is none is named with its line where it is read."""
+    """Beginning of the file as text, up to the first invalid byte, whose error the reader of its line reports."""
     try:
         return codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError as error:
@@ -226,7 +225,7 @@ def _beginning(head: bytes) -> str:
 
 
 def _first_keys(text: str) -> list[str]:
-    """The keys of the object in the first line, or its first key if that line is not whole."""
+    """Keys of the object in the first line, or its first key if that line is cut."""
     try:
         first = json.loads(text.split("\n", 1)[0])
     except (ValueError, RecursionError):
@@ -238,16 +237,16 @@ def _first_keys(text: str) -> list[str]:
 def shaped(
     requests: Iterable[WorkloadRequest], options: ReadOptions, *, from_first: bool = True
 ) -> Iterator[WorkloadRequest]:
-    """The same requests with the arrivals that the options make of theirs.
+    """Requests with arrivals changed by the options.
 
     Args:
-        requests: in order of arrival.
-        from_first: whether times count from the first arrival; else from 0.
+        requests: requests in order of arrival.
+        from_first: True: times count from the first arrival; False: from 0.
 
     Raises:
-        TraceError: one arrives before the one in front of it.
+        TraceError: a request arrives before the previous one.
     """
-    # As it is written: a tenth, not the binary fraction next to it.
+    # The exact decimal, not the binary fraction next to it.
     speed = Fraction(repr(options.speed))
     timed = _in_order(requests)
     if options.dequantize_seed is not None:
@@ -263,13 +262,13 @@ def _in_order(requests: Iterable[WorkloadRequest]) -> Iterator[Timed]:
     last = 0
     for request in requests:
         if request.arrival < last:
-            raise TraceError(f"{request.place}: it arrives before the request above it; sort the trace by time")
+            raise TraceError(f"{request.place}: arrives before the request above it; sort the trace by time")
         last = request.arrival
         yield last, request
 
 
 def _spread(timed: Iterable[Timed], seed: int) -> Iterator[Timed]:
-    """Uniform between a stamp and the next; the last gap is as long as the one before it."""
+    """Arrivals uniform between a timestamp and the next; the last gap has the length of the one before it."""
     draw = random.Random(seed).getrandbits
     together: list[Timed] = []
     gap = 0
@@ -285,6 +284,6 @@ def _spread(timed: Iterable[Timed], seed: int) -> Iterator[Timed]:
             yield from apart()
             together.clear()
         if len(together) == MAX_SAME_STAMP:
-            raise TraceError(f"{request.place}: over {MAX_SAME_STAMP} requests share a stamp; they cannot be spread")
+            raise TraceError(f"{request.place}: more than {MAX_SAME_STAMP} equal timestamps; they cannot be spread")
         together.append((arrival, request))
     yield from apart()

@@ -1,4 +1,4 @@
-"""A file as bytes and as numbered lines: plain or zstd, of any size, in bounded memory."""
+"""Input files as bytes and as numbered lines: plain or zstd, of any size, in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ import zstandard
 from lockstep.errors import TraceError
 
 MAX_LINE_BYTES = 16 << 20
-"""A line of a trace is some kilobytes; the longest are recordings of every token's time."""
+"""Maximum length of a line. Lines of traces have some kilobytes; the longest are recordings of every token's time."""
 MAX_WINDOW_BYTES = 128 << 20
-"""Memory of decompression; only files of ``zstd --ultra`` or ``zstd --long`` need more."""
+"""Maximum memory of decompression; only files of ``zstd --ultra`` or ``zstd --long`` need more."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _GZIP_MAGIC = b"\x1f\x8b"
 _FEED_BYTES = 1 << 10
-"""Fed to the decompressor at a time: four bytes can stand for a block of 128 KiB, so this gives 32 MiB at most."""
+"""Bytes per call of the decompressor. Four bytes can encode a block of 128 KiB, so the output is at most 32 MiB."""
 
 
 @contextmanager
 def open_source(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed if it is zstd.
+    """Open a file as bytes, decompressed if it is zstd.
 
     Raises:
-        TraceError: it is no file, or cannot be read; later, while it is read: the compressed data is cut or damaged.
+        TraceError: the path is not a file, or cannot be read; while reading: the compressed data is cut or damaged.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise TraceError(f"{path} is not a file; it is read more than once, so a pipe will not do")
+            raise TraceError(f"{path} is not a regular file; a pipe cannot be used, because it is read more than once")
         file = path.open("rb")
     except (OSError, ValueError) as error:
-        raise TraceError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise TraceError(f"cannot read {path} ({getattr(error, 'strerror', None) or error})") from None
     with file:
         magic = file.read(len(_ZSTD_MAGIC))
         file.seek(0)
         if magic.startswith(_GZIP_MAGIC):
-            raise TraceError(f"{path.name} is gzip; unpack it, or pack it with zstd")
+            raise TraceError(f"{path.name} is gzip data; decompress it, or compress it with zstd")
         if magic == _ZSTD_MAGIC:
             yield cast(BinaryIO, io.BufferedReader(_Decompressed(file, path.name)))
         else:
@@ -49,17 +49,17 @@ def open_source(path: Path) -> Iterator[BinaryIO]:
 
 
 def numbered_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
-    """The lines that are not empty, without their ends, each with its number from 1.
+    """Lines that are not empty, without their line ends, each with its number from 1.
 
     Raises:
-        TraceError: a line is too long or no UTF-8.
+        TraceError: a line is too long or not UTF-8.
     """
     for number in count(1):
         line = stream.readline(MAX_LINE_BYTES + 1)
         if not line:
             return
         if len(line) > MAX_LINE_BYTES:
-            raise TraceError(f"{name}:{number}: over {MAX_LINE_BYTES >> 20} MiB in one line; no trace has that")
+            raise TraceError(f"{name}:{number}: not a trace: a line is longer than {MAX_LINE_BYTES >> 20} MiB")
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
@@ -70,7 +70,7 @@ def numbered_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
 
 
 class _Decompressed(io.RawIOBase):
-    """Content of zstd frames, one after the other; a last frame that is cut is an error."""
+    """Content of consecutive zstd frames; a cut last frame is an error."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._name = name
@@ -97,15 +97,15 @@ class _Decompressed(io.RawIOBase):
         except zstandard.ZstdError as error:
             raise TraceError(f"{self._name} is damaged zstd data ({error})") from None
         except EOFError:
-            raise TraceError(f"{self._name} ends in the middle of its zstd data; it was cut") from None
+            raise TraceError(f"{self._name} ends in the middle of its zstd data, so it was cut") from None
 
 
 def unpacked(file: IO[bytes]) -> Iterator[bytes]:
-    """Content of zstd frames, one after the other, a part at a time.
+    """Content of consecutive zstd frames, in parts.
 
     Raises:
         zstandard.ZstdError: the data is damaged.
-        EOFError: its last frame is cut.
+        EOFError: the last frame is cut.
     """
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
     frame = None
@@ -116,4 +116,4 @@ def unpacked(file: IO[bytes]) -> Iterator[bytes]:
             data = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise EOFError("its last frame has no end")
+        raise EOFError("the last frame is cut")

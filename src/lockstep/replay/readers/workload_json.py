@@ -1,9 +1,9 @@
-"""Lockstep's own workload files, read and written: one JSON document of a scheduler config and requests.
+"""Lockstep's workload files: reads and writes one JSON document with a scheduler config and requests.
 
-``{"config": {...}, "requests": [{...}, ...]}``; neither members nor requests need an order: arrivals are sorted.
-A request: ``id`` (text or a whole number, once only), ``prompt_tokens``, ``max_output_tokens``, and if wanted
-``output_tokens`` (what it really gets; else all of them), ``priority`` (a class's name or a whole number, lower first),
-``arrival_tick`` or ``arrival_ms`` (one kind per file; 0 if left out), ``prefix_hashes`` (one text or whole number for
+``{"config": {...}, "requests": [{...}, ...]}``. Members and requests may have any order: arrivals are sorted.
+A request has ``id`` (a unique text or integer), ``prompt_tokens``, ``max_output_tokens``, and optionally
+``output_tokens`` (the number that it generates; default: the maximum), ``priority`` (a name or an integer, lower
+first), ``arrival_tick`` or ``arrival_ms`` (one kind per file; default: 0), ``prefix_hashes`` (one text or integer for
 each block of ``config.block_size`` prompt tokens, from the first on; blocks without one share nothing) and ``tenant``.
 """
 
@@ -46,19 +46,19 @@ MAX_TICK = (1 << 62) - 1
 
 
 class WorkloadFile(NamedTuple):
-    """A workload file as it was read; its config is not checked yet."""
+    """A parsed workload file; its config is not checked yet."""
 
     config: dict[str, object]
-    """The scheduler's fields that the file sets; `replay/configs.py` checks them."""
+    """Scheduler fields from the file; `replay/configs.py` checks them."""
     unit: ArrivalUnit
     requests: list[WorkloadRequest]
-    """Requests in order of arrival, those of one time in that of the file."""
+    """Requests in order of arrival; those of one time in the order of the file."""
     block_size: int
-    """Tokens that one of ``prefix_hashes`` stands for; 0: the file does not set it."""
+    """Tokens per element of ``prefix_hashes``; 0: the file does not set it."""
 
 
 def read_workload_file(document: Members, name: str) -> WorkloadFile:
-    """Read a workload file called ``name``; TraceError names the line of what is wrong."""
+    """Read a workload file called ``name``; TraceError gives the line of the fault."""
     check_keys(document, KEYS, ("requests",), name)
     config, block_size = _config(*document.get("config", Located({}, 1)), name)
     items, line = document["requests"]
@@ -70,7 +70,7 @@ def read_workload_file(document: Members, name: str) -> WorkloadFile:
 
 
 def _config(value: object, line: int, name: str) -> tuple[dict[str, object], int]:
-    """The config's fields as the file gives them, and its block size; 0: the file does not say."""
+    """Config fields from the file, and its block size; 0: not set."""
     place = f"{name}:{line}: config"
     if not isinstance(value, dict):
         raise TraceError(f"{place} is {shown(value)}; it must be an object")
@@ -78,7 +78,7 @@ def _config(value: object, line: int, name: str) -> tuple[dict[str, object], int
 
 
 class _Reading:
-    """State common to all requests of a file: their ids, the unit of their arrivals, and prefix hashes as dense ids."""
+    """Common state of a file's requests: their ids, the unit of their arrivals, and prefix hashes as dense ids."""
 
     def __init__(self, block_size: int) -> None:
         self.unit: ArrivalUnit | None = None
@@ -88,7 +88,7 @@ class _Reading:
 
     def request(self, fields: object, place: str) -> WorkloadRequest:
         if not isinstance(fields, dict):
-            raise TraceError(f"{place}: a request is an object, not {shown(fields)}")
+            raise TraceError(f"{place}: a request must be an object, not {shown(fields)}")
         check_keys(fields, REQUEST_KEYS, REQUEST_KEYS[:3], place)
         num_prompt = whole(fields["prompt_tokens"], "prompt_tokens", place, 1)
         max_output = whole(fields["max_output_tokens"], "max_output_tokens", place, 1)
@@ -109,7 +109,7 @@ class _Reading:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         name = str(whole(value, "id", place, 0, MAX_ID)) if is_number else text(value, "id", place)
         if name in self._place_of:
-            raise TraceError(f"{place}: the id {shown(name)} is that of {self._place_of[name]} already")
+            raise TraceError(f"{place}: the id {shown(name)} is already used at {self._place_of[name]}")
         self._place_of[name] = place
         return name
 
@@ -129,11 +129,11 @@ class _Reading:
         if not hashes:
             return ()
         if not self._block_size:
-            raise TraceError(f"{place}: prefix_hashes stand for blocks; config must say the block_size")
+            raise TraceError(f"{place}: prefix_hashes need config.block_size")
         most = -(-num_prompt // self._block_size)
         if len(hashes) > most:
             raise TraceError(
-                f"{place}: {len(hashes)} prefix_hashes, but {num_prompt} tokens are {most} blocks of {self._block_size}"
+                f"{place}: {len(hashes)} prefix_hashes for {num_prompt} tokens, {most} blocks of {self._block_size}"
             )
         return tuple([self._content_id(each, place) for each in hashes])
 
@@ -150,16 +150,16 @@ def _priority(value: object, place: str) -> int:
     if isinstance(value, str):
         if value not in PRIORITY_CLASSES:
             known = ", ".join(PRIORITY_CLASSES)
-            raise TraceError(f"{place}: priority is {shown(value)}; classes are {known}, or whole numbers")
+            raise TraceError(f"{place}: priority is {shown(value)}; it must be one of {known}, or a whole number")
         return PRIORITY_CLASSES[value]
     return whole(value, "priority", place, -MAX_PRIORITY, MAX_PRIORITY)
 
 
 def dump_workload(workload: Workload, config: SchedulerConfig) -> bytes:
-    """Write a workload as a file's bytes, with every field of the config and a request per line.
+    """Convert a workload to a file's bytes, with every field of the config and one request per line.
 
-    Prefix hashes are one number for each block of the config; they are left out where the borders of the workload's
-    contents are not those of blocks, because then nothing is shared.
+    Prefix hashes are one number per block of the config. They are omitted if the workload's contents are not multiples
+    of blocks, because then nothing is shared.
     """
     encode = msgspec.json.Encoder(decimal_format="number").encode
     size = workload.content_size

@@ -1,1 +1,1 @@
-"""Reports of replays: tables and pages as documents, and traces for Perfetto."""
+"""Rendering of replays: writes reports as tables, pages and Perfetto traces."""

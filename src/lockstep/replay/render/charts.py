@@ -1,4 +1,4 @@
-"""Timelines: what the script of a page draws of one replay, or of two in one picture."""
+"""Chart data: prepares the timelines of one or two replays for a page's script."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from lockstep.report.document import Chart, Series, Timeline
 from lockstep.shown import printable
 
 MAX_LANES = 60
-"""Requests that a page draws one below the other; more lanes would be too thin to distinguish. In a comparison each
-request has two lanes."""
+"""Maximum requests of a chart, one lane each; more lanes would be too thin to distinguish. In a comparison each request
+has two lanes."""
 _LETTERS = ("A", "B")
 _QUEUE = Chart(
-    "chart-queue", "Queue", "Requests that wait after admission.", (Series("queued", "queued", "queued"),), 110
+    "chart-queue", "Queue", "Requests waiting after admission.", (Series("queued", "queued", "queued"),), 110
 )
 _RUNNING = Chart(
-    *("chart-running", "Running", "Requests that run after admission."),
+    *("chart-running", "Running", "Requests running after admission."),
     series=(Series("running", "running", "running"),),
     height=130,
     limit=("seqs", "max_num_seqs"),
 )
 _BLOCKS = Chart(
-    *("chart-blocks", "KV blocks", "Blocks that sequences hold; red marks are preemptions."),
+    *("chart-blocks", "KV blocks", "Blocks in use; red marks are preemptions."),
     series=(Series("held", "blocks", "blocks"),),
     height=140,
     limit=("blocks", "capacity"),
     has_marks=True,
 )
 _BATCH = Chart(
-    *("chart-batch", "Batch", "Tokens that a step computes: prompts on top of decoded ones."),
+    *("chart-batch", "Batch", "Tokens computed per step: prefill tokens above decode tokens."),
     series=(Series("prefill tokens", "prefill", "prefill", "decode"), Series("decode tokens", "decode", "decode")),
     height=150,
     limit=("tokens", "max_num_batched_tokens"),
     has_band=False,
 )
-_LANES = Chart("chart-lanes", "Requests", "Each from its arrival to its last token; red is preempted.")
+_LANES = Chart("chart-lanes", "Requests", "Each request from its arrival to its last token; red: preempted.")
 _CHARTS = (_QUEUE, _RUNNING, _BLOCKS, _BATCH, _LANES)
 _CHARTS_OF_TWO = (
     *(_QUEUE, _RUNNING),
-    _BLOCKS._replace(summary="Blocks that sequences hold; marks above are preemptions."),
+    _BLOCKS._replace(summary="Blocks in use; marks above are preemptions."),
     _BATCH._replace(
-        summary="Tokens that a step computes, prompts and decoded ones together.",
+        summary="Tokens computed per step, for prefill and decode.",
         series=(Series("tokens", "prefill", "tokens"),),
     ),
-    _LANES._replace(summary="Each from its arrival to its last token, A above B; red is preempted."),
+    _LANES._replace(summary="Each request from its arrival to its last token, A above B; red: preempted."),
 )
 
 
 class Mark(NamedTuple):
-    """A moment that all charts show."""
+    """A point in time that all charts mark."""
 
     label: str
     tick: int
@@ -60,10 +60,10 @@ class Mark(NamedTuple):
 
 
 def timeline_of(sides: Sequence[Side], mark: Mark | None = None) -> Timeline:
-    """One replay, or two in one picture.
+    """Chart data of one replay, or of two in the same charts.
 
     Args:
-        mark: a moment that all charts show.
+        mark: point in time that all charts mark.
     """
     charts = _CHARTS if len(sides) == 1 else _CHARTS_OF_TWO
     return Timeline(
@@ -88,30 +88,30 @@ def chart_data(sides: Sequence[Side], mark: Mark | None = None) -> dict[str, Any
 
 
 def _sampling_of(sides: Sequence[Side]) -> str:
-    """Sentence on what the charts leave out."""
+    """Sentences about omitted data."""
     if len(sides) > 1 and all(side.timeline.width == 1 for side in sides):
-        words = ["Every tick of both is drawn."]
+        words = ["The charts show every tick of both."]
     elif len(sides) > 1:
         words = [f"{letter}: {_sampling(side)}" for letter, side in zip(_LETTERS, sides, strict=True)]
     else:
         words = [_sampling(sides[0])]
     if not _has_lanes(sides):
-        words.append(f"Single requests are drawn for at most {MAX_LANES // len(sides)}.")
+        words.append(f"Single requests are shown for at most {MAX_LANES // len(sides)} requests.")
     return " ".join(words)
 
 
 def to_ms(ps: int) -> float:
-    """Milliseconds, to the nanosecond."""
+    """Milliseconds with nanosecond resolution."""
     return round(ps / PS_PER_MS, 6)
 
 
 def _sampling(side: Side) -> str:
     timeline = side.timeline
     if timeline.width == 1:
-        return f"Every one of the {timeline.num_ticks:,} ticks is drawn."
+        return f"The charts show all {timeline.num_ticks:,} ticks."
     return (
-        f"Of {timeline.num_ticks:,} ticks, each {timeline.width:,} in a row are drawn as one: a line is their mean,"
-        " the band around it reaches from the least to the greatest; bars of the batch are means."
+        f"Each point is {timeline.width:,} consecutive ticks of {timeline.num_ticks:,}: lines are means,"
+        " bands show minimum and maximum, and bars of the batch are means."
     )
 
 
@@ -151,7 +151,7 @@ def _side(side: Side, letter: str) -> dict[str, Any]:
 
 
 def _lanes(sides: Sequence[Side], letters: Sequence[str]) -> list[dict[str, Any]]:
-    """Requests in order of arrival; those of two sides alternate where the same request is in both."""
+    """Requests in order of arrival; if the same request is on both sides, its two lanes are adjacent."""
     lanes = [
         [_lane(outcome, side, letter) for outcome in side.outcomes] for side, letter in zip(sides, letters, strict=True)
     ]
@@ -160,7 +160,7 @@ def _lanes(sides: Sequence[Side], letters: Sequence[str]) -> list[dict[str, Any]
 
 
 def _lane(outcome: RequestOutcome, side: Side, letter: str) -> dict[str, Any]:
-    """Borders of a request's phases in ticks and ms, null for those that it never came to."""
+    """Borders of a request's phases in ticks and ms; null if a phase was not reached."""
     ticks, times = outcome.in_ticks[:-1], outcome.in_ps[:-1]
     stalls = side.stalls.of(outcome.seq_id)
     words = f"{outcome.num_prompt_tokens:,} prompt tokens, {outcome.num_output_tokens:,} output tokens"

@@ -1,4 +1,5 @@
-"""Differences that `lockstep diff` and `lockstep bisect` found: as findings for people, as objects for programs."""
+"""Rendering of differences from `lockstep diff` and `lockstep bisect`: as findings for people and objects for
+programs."""
 
 from __future__ import annotations
 
@@ -17,22 +18,23 @@ from lockstep.replay.workload import PS_PER_MS
 from lockstep.report.document import ABSENT, Cell, Finding, Number, Style, Table, numbers, words
 
 MAX_ROWS = 24
-"""Rows of the two plans that are shown; those that differ come first."""
+"""Maximum rows of the two plans; differing rows come first."""
 MAX_BLOCKS = 4
-"""Block ids that are shown of a table: its last ones."""
+"""Maximum block ids of a table, from its end."""
 VERSION = 1
 """Version of the JSON form."""
 _HINT = (
-    "A row reads `67+1 samples in 3 4 5`: from position 67 on one token, sampling, in a table that ends with these"
-    " blocks."
+    "A row `67+1 samples in 3 4 5` computes one token from position 67 on and samples; its table ends with "
+    "the blocks 3,"
+    " 4 and 5."
 )
 
 
 def finding_of(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed: bool) -> Finding:
-    """Difference between two configs or workloads, in words.
+    """Difference between two configs or workloads as sentences.
 
     Args:
-        is_timed: whether the duration of a step is given; without one, times have no meaning.
+        is_timed: True if the duration of a step is given; otherwise times are omitted.
     """
     divergence = found.divergence
     if divergence is None or found.a is None or found.b is None:
@@ -40,22 +42,22 @@ def finding_of(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed:
     place = f"tick {divergence.a.tick:,}"
     if is_timed:
         place += f" at {divergence.a.start_ps / PS_PER_MS:,.3f} ms"
-    verdict = f"equal for {found.num_equal_steps:,} steps, until {place}; then another {divergence.change.value}:"
+    verdict = f"equal for {found.num_equal_steps:,} steps, until {place}; first difference ({divergence.change.value}):"
     rest = (found.input_difference,) if found.input_difference else ()
     return _finding(found.a, found.b, divergence, verdict, (*rest, *_rest(found, a, b)))
 
 
 def finding_of_engine(found: EngineDiff) -> Finding:
-    """Difference between two recordings of one engine, in words."""
+    """Difference between two recordings of one engine as sentences."""
     diff = found.diff
     head = f"engine {found.engine} ({found.name_a or found.name_b})"
     if diff.divergence is None:
         return Finding(f"{head}: identical, {diff.num_equal_steps:,} steps")
     if diff.a is None or diff.b is None:
-        return Finding(f"{head}: only {'B' if diff.a is None else 'A'} has it")
+        return Finding(f"{head}: exists only in {'B' if diff.a is None else 'A'}")
     fields = f"; the configs differ in {', '.join(diff.fields)}" if diff.fields else ""
     change = diff.divergence.change.value
-    verdict = f"{head}: equal for {diff.num_equal_steps:,} steps{fields}; then another {change}:"
+    verdict = f"{head}: equal for {diff.num_equal_steps:,} steps{fields}; first difference ({change}):"
     return _finding(diff.a, diff.b, diff.divergence, verdict, (_input_line(diff),))
 
 
@@ -68,12 +70,12 @@ def _input_line(found: Diff) -> str:
     if found.input_difference:
         return found.input_difference
     if found.fields:
-        return "both had the same inputs up to there, so the difference comes from the configs"
-    return "both had the same inputs and the same config up to there: the recordings themselves differ"
+        return "the inputs are equal up to this step, so the configs cause the difference"
+    return "the inputs and configs are equal up to this step: only the recorded decisions differ"
 
 
 def configs_line(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> str:
-    """Fields that differ, with both values."""
+    """Config fields that differ, with both values."""
     differing = (f"{field}: {getattr(a, field)} and {getattr(b, field)}" for field in found.fields)
     return f"A and B differ in {'; '.join(differing) or 'no field'}"
 
@@ -85,21 +87,21 @@ def _rest(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> Iterator[str]:
     if reproducer is not None:
         requests = list(reproducer.workload.requests)
         size = f"{len(requests)} of the first {found.num_arrived:,} requests"
-        how = "none of them can be left out" if reproducer.is_minimal else "fewer may do: the search was cut"
+        how = "none of them can be removed" if reproducer.is_minimal else "the search reached its limit: fewer may do"
         yield f"reproducer: {size} show it in step {reproducer.divergence.num_equal_steps:,}; {how}"
         yield "  requests " + ", ".join(request.name for request in requests)
 
 
 def _cause_line(cause: Cause, a: SchedulerConfig, b: SchedulerConfig) -> str:
     def taken(names: tuple[str, ...]) -> str:
-        return ", ".join(f"{name} = {getattr(b, name)} in the place of {getattr(a, name)}" for name in names)
+        return ", ".join(f"{name} = {getattr(b, name)} instead of {getattr(a, name)}" for name in names)
 
     if cause.alone:
         several = f"any of {', '.join(cause.alone)} alone" if len(cause.alone) > 1 else cause.alone[0]
-        return f"decided by {several}: with {taken(cause.alone[:1])}, A decides this step as B does"
+        return f"decided by {several}: with {taken(cause.alone[:1])}, A decides this step like B"
     if cause.together:
-        return f"decided by no field alone; with {taken(cause.together)}, A decides this step as B does"
-    return "decided by more than one field; which of them was not found within the bound of the search"
+        return f"decided by several fields together; with {taken(cause.together)}, A decides this step like B"
+    return "decided by more than one field; the search reached its limit before it found which"
 
 
 def _plans(a: Snapshot, b: Snapshot) -> Table:
@@ -113,7 +115,7 @@ def _plans(a: Snapshot, b: Snapshot) -> Table:
 
 
 def _pairs(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, str, str]]:
-    """Request, and its row on each side, empty where it has none; lists of ids where they are not empty."""
+    """Request and its row on each side, empty if it has none; then the lists of ids that are not empty."""
     rows_a, rows_b = rows_of(a.decision.plan), rows_of(b.decision.plan)
     for seq_id in dict.fromkeys((*rows_a, *rows_b)):
         yield a.name(seq_id), _cell(rows_a.get(seq_id)), _cell(rows_b.get(seq_id))
@@ -132,7 +134,7 @@ def _cell(row: Chunk | None) -> str:
 
 
 def facts(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> dict[str, Any]:
-    """Two configs or workloads, as an object."""
+    """Difference of two configs or workloads as an object."""
     described: dict[str, Any] = {
         "version": VERSION,
         "identical": found.divergence is None,
@@ -155,7 +157,7 @@ def facts(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> dict[str, Any]
 
 
 def engine_facts(found: EngineDiff) -> dict[str, Any]:
-    """One engine of two recordings, as an object."""
+    """Difference of one engine in two recordings as an object."""
     diff = found.diff
     described = {
         "engine": found.engine,
@@ -170,7 +172,7 @@ def engine_facts(found: EngineDiff) -> dict[str, Any]:
 
 
 def _divergence_facts(found: Diff) -> dict[str, Any]:
-    """The first difference as an object; empty: there is none, or one side has nothing to compare."""
+    """First difference as an object; empty: none, or one side has nothing to compare."""
     divergence, a, b = found.divergence, found.a, found.b
     if divergence is None or a is None or b is None:
         return {}
@@ -189,36 +191,36 @@ def _divergence_facts(found: Diff) -> dict[str, Any]:
 
 def effects_table(found: Bisection) -> Table:
     """Fields that differ, with the metric of each alone and of all but each."""
-    shares = numbers("A with it", "of the way", "B without it", "of the way")
+    shares = numbers("A with it", "share", "B without it", "share")
     table = Table("Effects", (*words("field", "A", "B"), *shares))
     for effect in found.effects:
         cells: list[Cell] = [effect.name, str(effect.value_a), str(effect.value_b)]
         for metric in (effect.alone, effect.all_but):
             share = found.share(metric)
-            cells.append("cannot work" if metric is None else Number(metric, Style.GENERAL))
+            cells.append("invalid" if metric is None else Number(metric, Style.GENERAL))
             cells.append("" if share is None else f"{round(100 * share)}%")
         table.rows.append(tuple(cells))
     return table
 
 
 def conclusion(found: Bisection, metric: str) -> str:
-    """Sentence on the fields that make the metric."""
+    """Sentence about the fields that cause the difference of a metric."""
     alone, together = found.cause.alone, found.cause.together
     if not found.effects:
-        return "A and B are the same config"
+        return "A and B are equal configs"
     if found.metric_a == found.metric_b:
-        return f"{metric} is the same with A and B: there is nothing to explain"
+        return f"{metric} is equal with A and B, so there is no cause to find"
     if len(alone) == 1:
-        return f"{alone[0]} makes {metric}: taken over alone, it brings A to B's value"
+        return f"{alone[0]} explains {metric}: with it alone, A reaches B's value"
     if alone:
-        return f"each of {', '.join(alone)} alone brings {metric} from A's value to B's"
+        return f"each of {', '.join(alone)} alone changes {metric} from A's value to B's"
     if together:
-        return f"no field alone makes {metric}; {' and '.join(together)} together do, and none of them can be left out"
-    return f"what makes {metric} was not found within the bound of the search"
+        return f"no single field explains {metric}; {' and '.join(together)} together do, and all of them are needed"
+    return f"the search reached its limit before it found the cause of {metric}"
 
 
 def bisection_facts(found: Bisection, metric: str) -> dict[str, Any]:
-    """A bisection, as an object."""
+    """Bisection as an object."""
     return {
         "version": VERSION,
         "metric": metric,

@@ -1,4 +1,4 @@
-"""Pages of replays: one with its figures, timeline and first ticks; two beside each other; two recordings."""
+"""Pages of replays: one replay with its figures and timeline, a comparison of two, and a comparison of recordings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.replay.render.tables import (
     twin_tiles,
 )
 from lockstep.replay.report import Report
-from lockstep.replay.timeline import RequestOutcome, TickRecorder, Who, names_of
+from lockstep.replay.timeline import RequestOutcome, SequenceRef, TickRecorder, names_of
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit
 from lockstep.report.document import (
     ABSENT,
@@ -43,17 +43,17 @@ from lockstep.report.document import (
 from lockstep.report.page import to_html
 
 SHORT_LINES = 60
-"""A table of so few is open from the beginning."""
+"""Maximum lines of a table that is initially open."""
 MAX_IDS = 64
-"""Names that one cell of the table of ticks has."""
+"""Maximum names in one cell of the table of ticks."""
 MAX_SETTINGS = 3
-"""Settings that stand beside a side's name; the table has them all."""
+"""Maximum settings beside a side's name; the table has all."""
 MAX_CHANGED = 20
-"""Requests that are listed, those that changed most first."""
+"""Maximum listed requests; those with the largest change come first."""
 
 
 def replay_page(side: Side) -> str:
-    """The page of one replay; the same replay gives the same."""
+    """Page of one replay; equal replays give equal pages."""
     report = side.report
     latencies: tuple[Block, ...] = tuple(latency_tables(report))
     sections = [
@@ -68,11 +68,11 @@ def replay_page(side: Side) -> str:
 
 
 def comparison_page(a: Side, b: Side, found: Finding | None = None, mark: Mark | None = None) -> str:
-    """The page of two replays; equal replays give equal pages.
+    """Page of two replays; equal replays give equal pages.
 
     Args:
-        found: their first difference; None: they were not compared.
-        mark: the moment of that difference, which the charts show.
+        found: first difference of the replays; None: they were not compared.
+        mark: time of the first difference, which the charts mark.
     """
     sides, one, other = (a, b), a.report, b.report
     settings = settings_table(one, other)
@@ -95,13 +95,13 @@ def comparison_page(a: Side, b: Side, found: Finding | None = None, mark: Mark |
 
 
 def recordings_page(name_a: str, name_b: str, engines: Sequence[Finding]) -> str:
-    """The page of two recordings: where each engine first differs."""
+    """Page of two recordings: the first difference of each engine."""
     verdict = "Two recordings, engine by engine; sequences are matched by their ids."
     return to_html(Document(f"A and B: {name_a} and {name_b}", list(_difference(engines)), verdict=verdict))
 
 
 def changed_requests(a: Sequence[RequestOutcome], b: Sequence[RequestOutcome], *, is_timed: bool) -> Table:
-    """Requests of both whose time to the end changed most; empty where the requests are not the same."""
+    """Requests of both sides with the largest change of their total time; empty if the requests differ."""
     unit = "ms" if is_timed else "ticks"
     first_token = (*numbers(f"first token, {unit}: A", "B"), *changes("B - A"))
     end = (*numbers(f"end to end, {unit}: A", "B"), *changes("B - A", "change"))
@@ -127,14 +127,14 @@ def _difference(findings: Sequence[Finding]) -> Iterator[Section]:
 
 
 def _what(report: Report) -> str:
-    """The workload in a sentence."""
+    """Description of the workload in one sentence."""
     requests = "1 request" if report.requests == 1 else f"{report.requests:,} requests"
     unit = "ticks" if report.arrivals == ArrivalUnit.TICKS.value else "logical time"
     return f"{requests} on the real scheduler, arrivals in {unit}."
 
 
 def _with_settings(report: Report, settings: Table, place: int) -> str:
-    """A side's workload, and the settings that are its own where they are few."""
+    """Name of a side's workload with its specific settings, if they are few."""
     own = ", ".join(f"{row[0]} {_plain(row[place])}" for row in settings.rows[:MAX_SETTINGS])
     return f"{report.name}{' with ' if own else ''}{own}. {_what(report)}"
 
@@ -153,13 +153,13 @@ def _settings(report: Report) -> Table:
 
 
 def _ticks(recorder: TickRecorder, outcomes: Sequence[RequestOutcome], *, is_timed: bool) -> Folded:
-    """The first ticks, with the names of requests."""
+    """Table of the first ticks, with the names of requests."""
     did = (*words("admitted"), *numbers("prefill tokens"), *words("decoded", "completed"))
     state = (Column("preempted", "alarm"), *numbers("queued", "running", "blocks"))
     columns = (*numbers(*(("tick", "ms") if is_timed else ("tick",))), *did, *state)
     names = names_of(outcomes)
 
-    def named(seq_ids: Sequence[Who]) -> str:
+    def named(seq_ids: Sequence[SequenceRef]) -> str:
         text = ", ".join(names.get(seq_id, str(seq_id)) for seq_id in seq_ids[:MAX_IDS])
         return text if len(seq_ids) <= MAX_IDS else f"{text} and {len(seq_ids) - MAX_IDS} more"
 
@@ -176,7 +176,7 @@ def _ticks(recorder: TickRecorder, outcomes: Sequence[RequestOutcome], *, is_tim
 
 
 Times = tuple[float, float] | None
-"""Of a request to its first token and to its end; None: it was never completed."""
+"""Times of a request to its first token and to its end; None: not completed."""
 
 
 def _times(outcome: RequestOutcome, is_timed: bool) -> Times:
@@ -187,7 +187,7 @@ def _times(outcome: RequestOutcome, is_timed: bool) -> Times:
 
 
 def _weight(before: Times, after: Times) -> float:
-    """Change of the time to the end; a request that only one side completed comes first."""
+    """Change of the total time; a request that only one side completed comes first."""
     return float("inf") if before is None or after is None else abs(after[1] - before[1])
 
 

@@ -1,8 +1,8 @@
-"""A replay as a trace that Perfetto opens: steps, counters, and what each request went through.
+"""Perfetto traces: writes the steps, counters and request phases of a replay as trace events.
 
 The format is that of Chrome's trace events ("Trace Event Format", the JSON Object Format): complete events ``X``,
-counters ``C``, flows ``s`` and ``f``, metadata ``M``; times are microseconds of logical time. Written as it happens,
-so a replay of any length needs the memory of its requests only.
+counters ``C``, flows ``s`` and ``f``, metadata ``M``; times are microseconds of logical time. Events are
+written as they happen, so the memory depends only on the number of requests.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SCHEDULER, _REQUESTS = 1, 2
 """Process ids in the trace; their threads are the tracks."""
 _STEPS = 1
 MAX_LANES = 10_000
-"""Tracks of requests that are drawn beside each other; a request that finds none free is not drawn."""
+"""Maximum parallel tracks of requests; a request without a free track is omitted."""
 
 
 class PerfettoWriter:
-    """A watcher that writes events into a file as they come; ``add_requests`` follows when the replay is over.
+    """A watcher that writes events into a file as they happen; call ``add_requests`` after the replay.
 
-    A context manager; what is written is whole JSON once the block is left without an exception.
+    A context manager. The file is complete JSON if the block ends without an exception.
 
     Raises:
         UsageError: the file cannot be written.
@@ -44,7 +44,7 @@ class PerfettoWriter:
         self._separator = ""
         self._stalls = Stalls()
         self._end_ps = 0
-        """End of the step before."""
+        """End of the previous step."""
         self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
         self._metadata("process_name", _SCHEDULER, 0, {"name": f"scheduler ({name})"})
         self._metadata("thread_name", _SCHEDULER, _STEPS, {"name": "steps"})
@@ -60,11 +60,11 @@ class PerfettoWriter:
             with self._file:
                 self._counters(self._end_ps, 0, 0, 0, 0, 0)
                 self._file.write("\n]}\n")
-        except OSError as failed:  # what was in its buffer
+        except OSError as failed:  # flushing its buffer failed
             raise self._unwritten(failed) from None
 
     def __call__(self, tick: Tick) -> None:
-        """Write a step, or a run of them, and the counters from its begin on."""
+        """Write a step, or a run of steps, and the counters from its begin on."""
         start_us = _us(tick.start_ps)
         self._stalls(tick)
         if tick.start_ps > self._end_ps:
@@ -91,7 +91,7 @@ class PerfettoWriter:
         )
 
     def add_requests(self, outcomes: Iterable[RequestOutcome]) -> None:
-        """Write what requests went through, in tracks of which each holds one request at a time."""
+        """Write the phases of requests, in tracks that hold one request at a time."""
         free: list[int] = []
         busy: list[tuple[int, int]] = []
         num_lanes = 0
@@ -131,7 +131,7 @@ class PerfettoWriter:
             self._event(ph="f", bp="e", pid=_REQUESTS, tid=lane, **flow)
 
     def _counters(self, at_ps: int, queued: int, running: int, blocks: int, prefill: int, decode: int) -> None:
-        """Values from ``at_ps`` on."""
+        """Write the values of the counters from ``at_ps`` on."""
         counters = {
             "requests": {"queued": queued, "running": running},
             "KV blocks": {"used": blocks},
@@ -151,11 +151,11 @@ class PerfettoWriter:
         self._separator = ","
 
     def _unwritten(self, error: OSError) -> UsageError:
-        return UsageError(f"{self._path}: the trace cannot be written there: {error.strerror}")
+        return UsageError(f"{self._path}: cannot write the trace: {error.strerror}")
 
 
 def phases(outcome: RequestOutcome) -> Iterator[tuple[str, int, int]]:
-    """Phases of a request: name, begin and end in picoseconds; only those that it came to."""
+    """Phases of a request that it reached: name, begin and end in picoseconds."""
     borders = (
         ("queued", outcome.arrival_ps, outcome.admitted_ps),
         ("prefill", outcome.admitted_ps, outcome.first_token_ps),
@@ -170,7 +170,7 @@ def phases(outcome: RequestOutcome) -> Iterator[tuple[str, int, int]]:
 
 
 def _us(ps: int) -> float | int:
-    """Microseconds; a whole number where it is one, so that the common case is short."""
+    """Microseconds, as an integer if possible, which is shorter."""
     return ps // PS_PER_US if ps % PS_PER_US == 0 else ps / PS_PER_US
 
 

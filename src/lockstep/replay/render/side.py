@@ -1,4 +1,4 @@
-"""Watchers for pages: the course of one replay in bounded memory, its preemptions and its first ticks."""
+"""Watchers for pages: collect the timeline of one replay in bounded memory, its preemptions and its first ticks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lockstep.replay.report import Report
 from lockstep.replay.timeline import RequestOutcome, Tick, TickRecorder
 
 MAX_LINES = 500
-"""Maximum lines of the table of ticks; a page with more is slow."""
+"""Maximum lines of the table of ticks; larger tables make a page slow."""
 
 
 class Side:
     """A watcher of a replay; `end` adds its result. A comparison has two."""
 
     report: Report
-    """Set by `end`, as are the outcomes."""
+    """Report; set by `end`, like the outcomes."""
     outcomes: Sequence[RequestOutcome]
 
     def __init__(self) -> None:
@@ -26,21 +26,21 @@ class Side:
         self.stalls = Stalls()
 
     def __call__(self, tick: Tick) -> None:
-        """Take in the next tick, or run of ticks."""
+        """Add the next tick or run of ticks."""
         self.timeline(tick)
         self.recorder(tick)
         self.stalls(tick)
 
     def end(self, report: Report, outcomes: Sequence[RequestOutcome]) -> None:
-        """Take in the result."""
+        """Set the result of the replay."""
         self.report, self.outcomes = report, outcomes
 
 
 MAX_BUCKETS = 2048
-"""A plot shows about two thousand columns; this also bounds the memory of a sampler and the size of a page."""
+"""Maximum points of a plot; it also bounds the memory of a sampler and the size of a page."""
 
 QUANTITIES = ("queued", "running", "blocks", "prefill", "decode")
-"""Quantities of a tick: requests that wait and that run, blocks held, prompt tokens and other tokens computed."""
+"""Quantities of a tick: waiting requests, running requests, blocks in use, prompt tokens, other computed tokens."""
 
 
 @dataclass(slots=True)
@@ -54,16 +54,16 @@ class Bucket:
     lows: list[int]
     highs: list[int]
     sums: list[int]
-    """Over ticks; the mean is this over ``num_ticks``."""
+    """Sums over ticks; divided by ``num_ticks`` they are the means."""
     num_preempted: int = 0
 
     @property
     def means(self) -> list[float]:
-        """Means over ticks, however long they took; 6 decimals."""
+        """Means over ticks, independent of their durations, with 6 decimals."""
         return [round(total / self.num_ticks, 6) for total in self.sums]
 
     def add(self, later: Bucket) -> None:
-        """Take in the bucket after it."""
+        """Merge the next bucket into this one."""
         self.num_ticks += later.num_ticks
         self.end_ps = later.end_ps
         self.lows = list(map(min, self.lows, later.lows))
@@ -72,7 +72,7 @@ class Bucket:
         self.num_preempted += later.num_preempted
 
     def take(self, tick: Tick) -> None:
-        """Take in a run of ticks after it, in place: as ``add``, for the many."""
+        """Add the next run of ticks in place; a faster ``add``."""
         num_ticks, lows, highs, sums = tick.num_ticks, self.lows, self.highs, self.sums
         for index, value in enumerate(_values(tick)):
             if value < lows[index]:
@@ -87,21 +87,21 @@ class Bucket:
 
 
 class TimelineSampler:
-    """A watcher that keeps at most ``max_buckets`` spans of ``width`` ticks, a power of two that doubles when needed.
+    """A watcher that stores at most ``max_buckets`` spans of ``width`` ticks, a power of two that doubles when needed.
 
-    A function of the ticks alone: a run of ticks gives what its ticks one by one give, but that times within it are
-    interpolated between its begin and its end.
+    The result depends only on the ticks: a run of ticks gives the same as its single ticks, except that times inside
+    the run are interpolated between its begin and its end.
     """
 
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
         self._max_buckets = max_buckets
         self.width = 1
-        """Ticks of a whole bucket."""
+        """Number of ticks in a full bucket."""
         self.buckets: list[Bucket] = []
-        """In order; spans that nothing happened in are absent."""
+        """Buckets in order; spans without events are absent."""
 
     def __call__(self, tick: Tick) -> None:
-        """Take in the next tick, or run of ticks."""
+        """Add the next tick or run of ticks."""
         last = tick.tick + tick.num_ticks - 1
         while last // self.width >= self._max_buckets:
             self._halve()
@@ -130,7 +130,7 @@ class TimelineSampler:
 
 
 def _cut(tick: Tick, width: int) -> Iterator[Bucket]:
-    """The pieces of a run of ticks that lie in one span each."""
+    """Parts of a run of ticks, each within one span."""
     values = _values(tick)
     num_preempted = len(tick.plan.preempted) if tick.plan is not None else 0
     done = 0
@@ -156,11 +156,11 @@ def _values(tick: Tick) -> tuple[int, ...]:
 
 
 MAX_STALLS = 200_000
-"""Stalls that are kept; of a run that preempts more often, the first."""
+"""Maximum stored stalls; later ones are dropped."""
 
 
 class Stall(NamedTuple):
-    """One sequence, for one time."""
+    """One interval in which a sequence was preempted."""
 
     tick: int
     end_tick: int
@@ -169,16 +169,16 @@ class Stall(NamedTuple):
 
 
 class Stalls:
-    """A watcher that keeps them by sequence."""
+    """A watcher that stores stalls by sequence."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, list[Stall]] = {}
         self._open: dict[int, tuple[int, int]] = {}
-        """Tick and picosecond since when."""
+        """Tick and picosecond of the begin of open stalls."""
         self._count = 0
 
     def __call__(self, tick: Tick) -> None:
-        """Take in the next tick, or run of ticks."""
+        """Add the next tick or run of ticks."""
         plan = tick.plan
         if plan is None or not (plan.preempted or plan.resumed):
             return

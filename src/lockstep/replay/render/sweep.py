@@ -1,4 +1,4 @@
-"""Sweeps: as a table, a plot and a sentence for people, as a page, as an object for programs."""
+"""Rendering of sweeps: as a table, a plot and a sentence for people, as a page, and as an object for programs."""
 
 from __future__ import annotations
 
@@ -34,43 +34,43 @@ from lockstep.report.page import to_html
 VERSION = 1
 """Version of the JSON form."""
 _SHOWN = ("kv_occupancy", "preemptions", "requests_refused", "goodput.ratio")
-"""Figures that a table has beside times, speed and objectives."""
+"""Figures in each table, in addition to times, speed and objectives."""
 _SPEED = {"latency_ms": "output_tokens_per_s", "latency_ticks": "total_ticks"}
-"""The figure of speed by the unit of the latencies; without the duration of a tick, no figure is per second."""
+"""Figure of speed by the unit of latencies. If the duration of a tick is unknown, no figure is per second."""
 _CHEAPEST = "cheapest"
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """Result of a whole sweep."""
+    """Result of a sweep."""
 
     name: str
-    """Of the workload."""
+    """Name of the workload."""
     outcomes: tuple[SweepOutcome, ...]
     objectives: tuple[str, ...]
-    """Paths of the figures that the front is about; none where nothing works."""
+    """Paths of the figures that define the front; empty if no config is valid."""
     is_on_front: tuple[bool, ...]
-    """Of each outcome."""
+    """For each outcome, True if it is on the front."""
     goals_ms: Mapping[str, float]
     percent: float
-    """Of the requests that must meet them."""
+    """Percentage of requests that must meet the goals."""
     best: int | None
-    """The cheapest outcome that meets the goals; None: none does, or there are no goals."""
+    """Index of the cheapest outcome that meets the goals; None: none, or no goals."""
     common: Mapping[str, str]
-    """Settings that all have."""
+    """Settings common to all configs."""
 
 
 def sweep_page(result: SweepResult) -> str:
-    """The page of a sweep; the same sweep gives the same."""
+    """Page of a sweep; equal sweeps give equal pages."""
     names, objectives = metrics_shown(result), _objectives_text(result) or "nothing"
     unit = _unit_of_times(names)
-    hint = f"★ is on the Pareto front of {objectives}: no other is as good in everything and better in something."
+    hint = f"★ is on the Pareto front of {objectives}: no other config is as good in all of them and better in one."
     table = sweep_table(result, Style.SHORT)
     sections = [
         Section("", (Tiles(list(_tiles(result))),)),
-        Section("What is best", (scatter_of(result),)),
+        Section("Best configs", (scatter_of(result),)),
         Section("All configs", (table, Paragraph(hint + (f" Times are in {unit}." if unit else ""), "hint"))),
-        Section("What all have in common", (_common(result),)),
+        Section("Common settings", (_common(result),)),
     ]
     said = verdict(result)
     return to_html(
@@ -85,13 +85,13 @@ def sweep_page(result: SweepResult) -> str:
 
 
 def sweep_blocks(result: SweepResult) -> tuple[Block, ...]:
-    """The sweep for a terminal, beside its notes and verdict."""
+    """Blocks of the sweep for a terminal, without its warnings and its verdict."""
     table = sweep_table(result)
     return (table, scatter_of(result)) if len(result.objectives) > 1 else (table,)
 
 
 def sweep_table(result: SweepResult, style: Style = Style.GENERAL) -> Table:
-    """A row for each config, those on the front marked."""
+    """Table with one row per config; configs on the front are marked."""
     names, settings = metrics_shown(result), tuple(result.outcomes[0].settings)
     columns = (*words("", *settings), *numbers(*map(short_name, names)))
     table = Table("Configs", columns, id="configs", can_sort=True)
@@ -101,14 +101,14 @@ def sweep_table(result: SweepResult, style: Style = Style.GENERAL) -> Table:
             Number(outcome.figures[name], style) if name in outcome.figures else "" for name in names
         ]
         if outcome.refusal:
-            figures = [Remark(f"cannot work: {outcome.refusal}")]
+            figures = [Remark(f"invalid: {outcome.refusal}")]
         meaning = f"on the Pareto front of {_objectives_text(result)}"
         table.rows.append((Flag(is_best, meaning, badge), *outcome.settings.values(), *figures))
     return table
 
 
 def scatter_of(result: SweepResult) -> Scatter:
-    """The configs as points of objectives, and of all figures that are not the same everywhere."""
+    """Configs as points of the objectives and of all figures that vary."""
     names = _plotted(result)
     axes = [Axis(name, _label(name), short_name(name), better(name)) for name in names]
     points = [
@@ -119,21 +119,21 @@ def scatter_of(result: SweepResult) -> Scatter:
 
 
 def sweep_notes(result: SweepResult) -> Iterator[str]:
-    """Caveats of the table."""
+    """Warnings of the table."""
     unit = _unit_of_times(metrics_shown(result))
     if unit:
         yield f"times in {unit}"
     if result.objectives:
         front = f"* is on the Pareto front of {_objectives_text(result)}"
-        yield f"{front}: no other is as good in everything and better in something"
+        yield f"{front}: no other config is as good in all of them and better in one"
     for outcome in result.outcomes:
         if outcome.refusal:
-            yield f"{_settings_text(outcome)} cannot work: {outcome.refusal}"
+            yield f"{_settings_text(outcome)} is invalid: {outcome.refusal}"
     yield from _extrapolation_notes(result)
 
 
 def verdict(result: SweepResult) -> str:
-    """The cheapest config that meets the goals, in a sentence; empty without goals."""
+    """Sentence about the cheapest config that meets the goals; empty without goals."""
     if not result.goals_ms:
         return ""
     what = ", ".join(f"{name} of {limit:g} ms" for name, limit in result.goals_ms.items())
@@ -145,7 +145,7 @@ def verdict(result: SweepResult) -> str:
 
 
 def facts(result: SweepResult) -> dict[str, Any]:
-    """All of it as an object."""
+    """Result as an object."""
     return {
         "version": VERSION,
         "name": result.name,
@@ -168,7 +168,7 @@ def facts(result: SweepResult) -> dict[str, Any]:
 
 
 def metrics_shown(result: SweepResult) -> list[str]:
-    """Paths of the figures that tables have: objectives first."""
+    """Paths of the figures in tables, objectives first."""
     figures = next((outcome.figures for outcome in result.outcomes if outcome.figures), {})
     form = next((form for form in SHORT_FORMS if f"{form}.ttft.p50" in figures), SHORT_FORMS[0])
     times = [f"{form}.{measure}.{kind}" for measure in ("ttft", "tpot") for kind in ("p50", "p99")]
@@ -189,15 +189,15 @@ def _plotted(result: SweepResult) -> list[str]:
 
 
 def _extrapolation_notes(result: SweepResult) -> Iterator[str]:
-    """Caveat of configs with steps larger than any that was measured."""
+    """Warning about configs with steps beyond the measured range."""
     noted = [outcome for outcome in result.outcomes if outcome.note]
     if noted:
         number = "1 config has" if len(noted) == 1 else f"{len(noted):,} configs have"
-        yield f"{number} steps larger than any that was measured, as {_settings_text(noted[-1])}: {noted[-1].note}"
+        yield f"{number} steps beyond the measured range, such as {_settings_text(noted[-1])}: {noted[-1].note}"
 
 
 def _unit_of_times(names: Sequence[str]) -> str:
-    """Unit of the times among some figures; empty: there are none."""
+    """Unit of the times among some figures; empty: no times."""
     forms = [name.split(".")[0] for name in names]
     return "ms" if SHORT_FORMS[0] in forms else "ticks" if SHORT_FORMS[1] in forms else ""
 
@@ -207,12 +207,12 @@ def _objectives_text(result: SweepResult) -> str:
 
 
 def _settings_text(outcome: SweepOutcome) -> str:
-    """Settings of the grid."""
+    """Settings of the grid as text."""
     return ", ".join(f"{name}={value}" for name, value in outcome.settings.items())
 
 
 def _label(name: str) -> str:
-    """Name with the unit of a time, and the whole path where the short name is that of two."""
+    """Name with its unit of time; the whole path if the short name is ambiguous."""
     if name.startswith("latency_ticks."):
         return f"{short_name(name)}, ticks"
     return f"{short_name(name)}, ms" if name.startswith("latency_ms.") else name
@@ -221,7 +221,7 @@ def _label(name: str) -> str:
 def _grid_text(result: SweepResult) -> str:
     axes = {name: len({outcome.settings[name] for outcome in result.outcomes}) for name in result.outcomes[0].settings}
     grid = ", ".join(f"{count} of {name}" for name, count in axes.items())
-    return f"{len(result.outcomes):,} configs ({grid}), each replayed on the real scheduler."
+    return f"{len(result.outcomes):,} configs ({grid}), each replayed on the serving scheduler."
 
 
 def _common(result: SweepResult) -> Table:
@@ -231,7 +231,7 @@ def _common(result: SweepResult) -> Table:
 def _tiles(result: SweepResult) -> Iterator[Tile]:
     works = [outcome for outcome in result.outcomes if outcome.figures]
     refused = len(result.outcomes) - len(works)
-    yield Tile("Configs", f"{len(result.outcomes):,}", f"{refused:,} cannot work" if refused else "all work")
+    yield Tile("Configs", f"{len(result.outcomes):,}", f"{refused:,} invalid" if refused else "all valid")
     yield Tile("Pareto front", f"{sum(result.is_on_front):,}", _objectives_text(result))
     for name in result.objectives:
         having = [outcome for outcome in works if name in outcome.figures]

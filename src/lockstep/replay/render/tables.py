@@ -1,4 +1,4 @@
-"""Figures of one report, or of two beside each other, as tables and tiles; the same for terminals and pages."""
+"""Tables and tiles with the figures of one report or of two, for terminals and pages."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ Rows = Iterable[tuple[str, Cell]]
 
 
 def report_document(report: Report) -> Document:
-    """All figures of a report, for a terminal."""
+    """Figures of a report, for a terminal."""
     blocks = (Tables([*figure_tables(report), *latency_tables(report)]),)
     return Document(f"{report.name}: fingerprint {report.fingerprint}", [Section("", blocks)], notes=report.notes)
 
 
 def comparison_document(one: Report, other: Report) -> Document:
-    """Settings that differ, and all figures of both with the difference that B makes; for a terminal."""
+    """Settings that differ, and the figures of both reports with their differences, for a terminal."""
     settings = settings_table(one, other)
     tables = [settings] if settings.rows else []
     tables += [*figure_comparison(one, other), *latency_comparison(one, other)]
@@ -58,7 +58,7 @@ def comparison_document(one: Report, other: Report) -> Document:
 
 
 def fleet_document(reports: Sequence[FleetReport]) -> Document:
-    """Figures of the same requests under several policies, a column each."""
+    """Figures of the same requests with several policies, one column each."""
     first = reports[0]
     rows: list[tuple[Cell, ...]] = []
 
@@ -74,14 +74,14 @@ def fleet_document(reports: Sequence[FleetReport]) -> Document:
     row("requests completed", lambda each: Number(each.requests_completed))
     row("requests/s", lambda each: _measure(each.requests_per_s))
     if first.prefix_queried_tokens:
-        row("prompt tokens found, %", lambda each: _measure(100 * each.prefix_hit_rate))
+        row("prompt tokens cached, %", lambda each: _measure(100 * each.prefix_hit_rate))
     latency("time to first token", "ttft")
     latency("end to end", "e2e")
     row("requests of the replica with the fewest", lambda each: Number(each.requests_least))
     row("requests of the replica with the most", lambda each: Number(each.requests_most))
     row("deviation of requests, % of the mean", lambda each: _measure(100 * each.requests_spread))
-    row("busy, % of the time: least", lambda each: _measure(100 * each.busy_least))
-    row("busy, % of the time: most", lambda each: _measure(100 * each.busy_most))
+    row("busy, % of the time, minimum", lambda each: _measure(100 * each.busy_least))
+    row("busy, % of the time, maximum", lambda each: _measure(100 * each.busy_most))
     for why in dict.fromkeys(why for each in reports for why in each.routed_by):
         row(f"routed by {why}", lambda each, why=why: Number(each.routed_by.get(why, 0)))  # type: ignore[misc]  # bound now
     row("fingerprint", lambda each: each.fingerprint)
@@ -91,14 +91,14 @@ def fleet_document(reports: Sequence[FleetReport]) -> Document:
 
 
 def same_or_not(one: Report, other: Report) -> str:
-    """Verdict of a comparison: the same decisions, or others."""
+    """Verdict of a comparison: equal decisions, or different ones."""
     if one.fingerprint == other.fingerprint:
         return f"identical decisions, fingerprint {one.fingerprint}"
     return f"decisions differ, fingerprints {one.fingerprint} and {other.fingerprint}"
 
 
 def comparison_notes(one: Report, other: Report) -> list[str]:
-    """Notes of both reports, each once; a note of only one of them begins with ``A:`` or ``B:``."""
+    """Warnings of both reports, each once; a warning of one report begins with ``A:`` or ``B:``."""
     return [
         *(note if note in other.notes else f"A: {note}" for note in one.notes),
         *(f"B: {note}" for note in other.notes if note not in one.notes),
@@ -109,7 +109,7 @@ def comparison_notes(one: Report, other: Report) -> list[str]:
 
 
 def figure_tables(report: Report) -> list[Table]:
-    """All figures but latencies; tables of what did not happen are left out."""
+    """All figures except latencies, without the tables of features that were not used."""
     groups: list[tuple[str, Rows]] = [
         ("Requests", _requests(report)),
         ("Tokens", _tokens(report)),
@@ -125,7 +125,7 @@ def figure_tables(report: Report) -> list[Table]:
 
 
 def figure_comparison(one: Report, other: Report) -> list[Table]:
-    """All figures of both but latencies."""
+    """All figures of both reports except latencies."""
     there = {(table.title, row[0]): row[1] for table in figure_tables(other) for row in table.rows}
     tables = []
     for table in figure_tables(one):
@@ -146,7 +146,7 @@ def _beside(label: str, value: Cell, other: Cell | None) -> tuple[Cell, ...]:
 
 
 def difference(before: float, after: float, style: Style = Style.EXACT) -> tuple[str, str]:
-    """B - A with its sign, and in percent of A; nothing where they are equal."""
+    """B - A with its sign, and in percent of A; empty if they are equal."""
     if before == after:
         return "", ""
     change = round(after - before, 6)
@@ -189,10 +189,10 @@ def _tokens(report: Report) -> Iterator[tuple[str, Cell]]:
 
 
 def _load(report: Report) -> Iterator[tuple[str, Cell]]:
-    yield "greatest queue", Number(report.max_queued)
-    yield "most running", Number(report.max_active)
+    yield "maximum queue", Number(report.max_queued)
+    yield "maximum running", Number(report.max_active)
     yield "ticks with a queue", Number(report.queue_pressure_ticks)
-    yield "ticks with all places taken", Number(report.active_capacity_ticks)
+    yield "ticks at the limit of running requests", Number(report.active_capacity_ticks)
     yield "prefill capacity", Number(report.prefill_capacity, unit="tokens per tick")
     yield "prefill utilisation", Number(report.prefill_utilization)
     yield "decode capacity", Number(report.decode_capacity, unit="sequences per tick")
@@ -203,24 +203,24 @@ def _blocks(report: Report) -> Iterator[tuple[str, Cell]]:
     yield "capacity", Number(report.kv_capacity, unit="blocks")
     yield "reserved", Number(report.reserved_blocks, unit="blocks")
     yield "peak", Number(report.peak_blocks, unit="blocks")
-    yield "peak of capacity", Number(report.peak_blocks_percent, unit="%")
+    yield "peak, % of capacity", Number(report.peak_blocks_percent, unit="%")
     yield "occupancy", Number(report.kv_occupancy)
     yield "evicted", Number(report.evicted_blocks, unit="blocks")
     yield "all returned", "yes" if report.all_blocks_returned else "no"
 
 
 def _prefix(report: Report) -> Iterator[tuple[str, Cell]]:
-    yield "looked up", Number(report.prefix_queried_tokens, unit="tokens")
+    yield "queried", Number(report.prefix_queried_tokens, unit="tokens")
     yield "hit", Number(report.prefix_hit_tokens, unit="tokens")
     yield "hit rate", Number(report.prefix_hit_rate)
     if report.prefix_unbounded_hit_tokens is not None and report.prefix_unbounded_hit_rate is not None:
-        yield "hit by a cache without bounds", Number(report.prefix_unbounded_hit_tokens, unit="tokens")
+        yield "hits of a cache without bounds", Number(report.prefix_unbounded_hit_tokens, unit="tokens")
         yield "hit rate without bounds", Number(report.prefix_unbounded_hit_rate)
 
 
 def _preemption(report: Report) -> Iterator[tuple[str, Cell]]:
     yield "preemptions", Number(report.preemptions)
-    yield "computed again", Number(report.recomputed_tokens, unit="tokens")
+    yield "recomputed", Number(report.recomputed_tokens, unit="tokens")
     yield "swapped out", Number(report.swapped_out_blocks, unit="blocks")
     yield "swapped in", Number(report.swapped_in_blocks, unit="blocks")
 
@@ -234,8 +234,8 @@ def _goals(report: Report) -> Iterator[tuple[str, Cell]]:
     goodput = report.goodput
     if goodput is not None:
         yield "goals", ", ".join(f"{name} {format_number(limit)} ms" for name, limit in goodput.goals_ms.items())
-        yield "requests that met them", Number(goodput.requests)
-        yield "of all", Number(goodput.ratio)
+        yield "requests that met the goals", Number(goodput.requests)
+        yield "share of all requests", Number(goodput.ratio)
         yield "goodput", _measure(goodput.requests_per_s, unit="requests per second")
 
 
@@ -243,14 +243,14 @@ def _goals(report: Report) -> Iterator[tuple[str, Cell]]:
 
 
 def latencies_of(report: Report) -> tuple[Latencies, str]:
-    """The distributions in milliseconds, or in ticks where the duration of a tick is unknown; and their unit."""
+    """Distributions in milliseconds, or in ticks if the duration of a tick is unknown; and their unit."""
     if report.latency_ms is not None:
         return report.latency_ms, "ms"
     return report.latency_ticks, "ticks"
 
 
 def latency_tables(report: Report) -> list[Table]:
-    """The distributions that have values, as one table or none. Pages also draw each as a strip."""
+    """Distributions with values, as one table or none. Pages also draw each as a strip."""
     latencies, unit = latencies_of(report)
     columns = (*words(f"latencies, {unit}"), *numbers(*LATENCY_COLUMNS), Column("0 to p99: median, p90, mean", "strip"))
     table = Table("Latencies", columns, id="latencies")
@@ -261,7 +261,7 @@ def latency_tables(report: Report) -> list[Table]:
 
 
 def latency_comparison(one: Report, other: Report) -> list[Table]:
-    """The latencies of both, a figure a row, where both have some: one table, or none."""
+    """Latencies of both reports, one figure per row, if both have some: one table or none."""
     pairs, unit = _pairs(one, other)
     rows: list[tuple[Cell, ...]] = [
         (f"{label}, {name}", _measure(before), _measure(after), *difference(before, after, Style.SHORT))
@@ -272,7 +272,7 @@ def latency_comparison(one: Report, other: Report) -> list[Table]:
 
 
 def latency_strips(one: Report, other: Report) -> Table:
-    """The latencies of both, for pages: three rows for each distribution, strips up to the greater p99."""
+    """Latencies of both reports, for pages: three rows per distribution, strips up to the greater p99."""
     pairs, unit = _pairs(one, other)
     strip = Column("0 to the greater p99: median, p90, mean", "strip")
     columns = (*words(unit, "side"), *numbers(*LATENCY_COLUMNS), strip)
@@ -287,7 +287,7 @@ def latency_strips(one: Report, other: Report) -> Table:
 
 
 def _pairs(one: Report, other: Report) -> tuple[list[tuple[str, Distribution, Distribution]], str]:
-    """Distributions that both have, and their unit: ticks, unless both know their times."""
+    """Distributions of both reports, and their unit: milliseconds if both have them, otherwise ticks."""
     if one.latency_ms is not None and other.latency_ms is not None:
         a, b, unit = one.latency_ms, other.latency_ms, "ms"
     else:
@@ -320,7 +320,7 @@ def tiles_of(report: Report) -> Tiles:
 
 
 def twin_tiles(one: Report, other: Report) -> Tiles:
-    """Tiles that both have."""
+    """Tiles of both reports, where both have them."""
     there = {tile.label: (tile.value, tile.more) for tile in _tiles(other)}
     return Tiles([tile._replace(other=there[tile.label]) for tile in _tiles(one) if tile.label in there])
 
@@ -344,13 +344,13 @@ def _tiles(report: Report) -> Iterator[Tile]:
         if distribution is not None:
             median, tail = (_time_text(value, unit) for value in (distribution.p50, distribution.p99))
             yield Tile(label, median, f"median; p99 {tail}")
-    yield Tile("Greatest queue", f"{report.max_queued:,}", f"{report.queue_pressure_ticks:,} ticks with a queue")
+    yield Tile("Maximum queue", f"{report.max_queued:,}", f"{report.queue_pressure_ticks:,} ticks with a queue")
     if report.prefix_queried_tokens:
         most = report.prefix_unbounded_hit_rate
         note = "" if most is None else f"; {_percent(most)} without bounds"
         yield Tile("Prefix hits", _percent(report.prefix_hit_rate), f"{report.prefix_hit_tokens:,} tokens{note}")
     if report.preemptions:
-        yield Tile("Preemptions", f"{report.preemptions:,}", f"{report.recomputed_tokens:,} tokens computed again")
+        yield Tile("Preemptions", f"{report.preemptions:,}", f"{report.recomputed_tokens:,} tokens recomputed")
     if report.goodput is not None:
         met = f"{_percent(report.goodput.ratio)} met the goals"
         yield Tile("Goodput", f"{_short(report.goodput.requests_per_s)} requests/s", met)

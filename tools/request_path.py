@@ -1,24 +1,23 @@
-"""The way of one streamed chat request through the code, from its first byte to its last.
+"""Request path: traces one streamed chat request through the code, from its first byte to its last.
 
-A server runs in this process as a user starts it, on a stub and with its worker in a thread. The interpreter's
-profiling hook notes the functions that are entered while some requests are answered: several, since which tokens
-share a wake-up is the clock's.
+A server runs in this process as a user starts it, with a stub model and its worker in a thread. The interpreter's
+profiling hook records the functions that are called while several requests are answered. One request is not enough,
+because the clock decides which tokens share a wake-up.
 
-- A *step* is a function of ours that is entered by one in another file, through whatever libraries lie between, or by
-  an event loop or a thread. Each counts once, however many tokens the answer has. What is entered just the same while
-  no request is there is background, and does not count.
-- A *station* is a step that holds the request or its answer, or a part: an argument or the result has the prompt's
-  text or tokens, one of the request's parameters, or text or tokens of the answer.
-- A *hop* is a station that hands what it holds on to another file: from it, other stations are entered. Those that
-  are only asked about a request, or keep it, are the ends of the way. Who follows a value through the code opens a
-  file at each hop.
-- A *climb* is a way from one file to another that imports it: the value goes against the imports, by a callback, and a
+- A *call* is a function of Lockstep that is called from another file, directly or through libraries, or by an event
+  loop or a thread. Each function counts once, independent of the number of tokens. Functions that are also called
+  without any request are background and do not count.
+- A *data call* is a call whose arguments or result contain a part of the request or its answer: the prompt's text or
+  tokens, one of the request's parameters, or text or tokens of the answer.
+- A *handover* is a data call that makes data calls in another file. The other data calls are the ends of the path:
+  they only inspect or store data. A reader who follows a value through the code opens a file at each handover.
+- A *climb* leads from one file to another that imports it: the value goes against the imports, by a callback, and a
   reader finds no name that leads on.
-- A *representation* is a type of ours whose instances are handed to or by stations and hold a part of the request or
-  the answer. Objects that were there for an earlier request are servants, and represent none.
+- A *representation* is a class of Lockstep whose instances are arguments or results of data calls and contain a part
+  of the request or the answer. Objects that already existed for an earlier request are shared and do not count.
 
-Contents are recognised by rare values: a word in the prompt, a seed, a temperature, and a model whose name, which it
-answers with, is of one letter that is nowhere else.
+Contents are recognised by rare values: a word in the prompt, a seed, a temperature, and a stub model whose answer
+repeats a letter that occurs nowhere else.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ LETTER = "\u00a7"
 LETTER_BYTES = frozenset(LETTER.encode())
 MAX_DEPTH = 4
 MAX_MEMBERS = 12
-"""Of a container, so many are looked at."""
+"""Maximum inspected members of a container."""
 QUIET_S, GRACE_S = 1.5, 0.1
 REQUESTS = 5
 NO_FUNCTIONS = frozenset(["<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"])
@@ -56,67 +55,69 @@ Function = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """What a traced request went through, in the order in which it came there."""
+class RequestPath:
+    """Calls, data calls, handovers and representations of a traced request, in the order of their first call."""
 
-    steps: Sequence[Function]
-    stations: Sequence[Function]
-    hops: Sequence[Function]
+    calls: Sequence[Function]
+    data_calls: Sequence[Function]
+    handovers: Sequence[Function]
     climbs: Sequence[tuple[str, str]]
     """Files, from and to."""
     representations: Sequence[str]
     num_modules: int
-    """Modules of ours that the server had imported in the end."""
+    """Number of Lockstep modules that the server had imported at the end."""
 
     @property
     def figures(self) -> dict[str, float]:
         return {
-            "hops of a chat request": len(self.hops),
-            "files that a chat request goes through": len({file for file, _ in self.stations}),
+            "handovers of a chat request": len(self.handovers),
+            "files on the path of a chat request": len({file for file, _ in self.data_calls}),
             "climbs of a chat request": len(self.climbs),
             "representations of a chat request": len(self.representations),
-            "modules of ours that a server imports": self.num_modules,
+            "Lockstep modules imported by a server": self.num_modules,
         }
 
     def lines(self) -> Iterator[str]:
-        """The figures, each station and each type."""
+        """The figures, each data call and each representation."""
         yield from (f"{name}: {value:g}" for name, value in self.figures.items())
-        yield f"steps over a border: {len(self.steps)} in {len({file for file, _ in self.steps})} files"
-        for file, name in self.stations:
-            yield f"  {'hop    ' if (file, name) in self.hops else 'station'} {file} {name}"
+        yield f"calls between files: {len(self.calls)} in {len({file for file, _ in self.calls})} files"
+        for file, name in self.data_calls:
+            yield f"  {'handover' if (file, name) in self.handovers else 'data call':9} {file} {name}"
         yield from (f"  climb from {lower} to {upper}" for lower, upper in self.climbs)
         yield from (f"  representation {name}" for name in self.representations)
 
 
-def way_of(root: Path) -> Way:
-    """Trace requests in a process of its own, on the package under a root."""
+def trace_request_path(root: Path) -> RequestPath:
+    """Trace requests in a separate process, with the package under a root."""
     environment = {**os.environ, "PYTHONPATH": str(root / "src")}
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    steps, stations, hops = ([(file, name) for file, name in told[kind]] for kind in ("steps", "stations", "hops"))
-    climbs = [(lower, upper) for lower, upper in told["climbs"]]
-    return Way(steps, stations, hops, climbs, told["representations"], told["modules"])
+    result = json.loads(done.stdout.splitlines()[-1])
+    calls, data_calls, handovers = (
+        [(file, name) for file, name in result[kind]] for kind in ("calls", "data_calls", "handovers")
+    )
+    climbs = [(lower, upper) for lower, upper in result["climbs"]]
+    return RequestPath(calls, data_calls, handovers, climbs, result["representations"], result["modules"])
 
 
 class Tracer:
-    """The profiling hook, and what it noted."""
+    """The profiling hook, with the recorded calls."""
 
     def __init__(self, package: Path) -> None:
         self._prefix = f"{package}{os.sep}"
         self.phase = "off"
         """``off``, ``idle``, ``before`` (earlier requests) or ``request``."""
         self.background: set[Function] = set()
-        self.steps: dict[Function, bool] = {}
-        """In the order of their first entry; whether each is a station."""
-        self.hops: set[Function] = set()
+        self.calls: dict[Function, bool] = {}
+        """Calls in the order of their first one; True for data calls."""
+        self.handovers: set[Function] = set()
         self.handed: set[tuple[Function, Function]] = set()
-        """Who handed what it holds to whom."""
+        """Data calls by caller and called function."""
         self.representations: set[str] = set()
-        self._servants: dict[int, object] = {}
-        """Objects that were there for an earlier request, by id; kept, so that no other gets it."""
+        self._shared: dict[int, object] = {}
+        """Objects that existed for an earlier request, by id; stored, so that no other object gets the id."""
 
     def hook(self, frame: types.FrameType, event: str, value: object) -> None:
         if self.phase == "off" or event not in ("call", "return"):
@@ -127,21 +128,21 @@ class Tracer:
         caller = self._caller(frame)
         if caller is not None and caller.f_code.co_filename == code.co_filename:
             return
-        handed: Sequence[object] = (value,) if event == "return" else _arguments(frame)
+        values: Sequence[object] = (value,) if event == "return" else _arguments(frame)
         if self.phase == "idle":
             self.background.add(self._function(frame))
         elif self.phase == "before":
-            for each in handed:
+            for each in values:
                 self._remember(each, MAX_DEPTH)
         else:
-            self._note(frame, caller, [each for each in handed if self._holds(each, MAX_DEPTH)])
+            self._record(frame, caller, [each for each in values if self._holds(each, MAX_DEPTH)])
 
-    def _note(self, frame: types.FrameType, caller: types.FrameType | None, held: Sequence[object]) -> None:
+    def _record(self, frame: types.FrameType, caller: types.FrameType | None, held: Sequence[object]) -> None:
         function = self._function(frame)
-        self.steps[function] = self.steps.get(function, False) or bool(held)
+        self.calls[function] = self.calls.get(function, False) or bool(held)
         if held and caller is not None:
             giver = self._function(self._entry(caller))
-            self.hops.add(giver)
+            self.handovers.add(giver)
             self.handed.add((giver, function))
         for value in held:
             for each in value if isinstance(value, list | tuple) else (value,):
@@ -152,13 +153,13 @@ class Tracer:
         return (frame.f_code.co_filename.removeprefix(self._prefix), frame.f_code.co_qualname)
 
     def _entry(self, frame: types.FrameType) -> types.FrameType:
-        """The frame by which its file was entered."""
+        """The frame by which the call entered its file."""
         while (caller := self._caller(frame)) is not None and caller.f_code.co_filename == frame.f_code.co_filename:
             frame = caller
         return frame
 
     def _caller(self, frame: types.FrameType) -> types.FrameType | None:
-        """The nearest frame of ours, through whatever libraries lie between; None: a loop or a thread."""
+        """The nearest frame of Lockstep, beyond any libraries; None: a loop or a thread."""
         caller = frame.f_back
         while caller is not None and not caller.f_code.co_filename.startswith(self._prefix):
             caller = caller.f_back
@@ -175,14 +176,14 @@ class Tracer:
             return value == SEED
         if _are_tokens(value):
             return True
-        if depth == 0 or id(value) in self._servants:
+        if depth == 0 or id(value) in self._shared:
             return False
         return any(self._holds(each, depth - 1) for each in _members(value))
 
     def _remember(self, value: object, depth: int) -> None:
-        if depth > 0 and id(value) not in self._servants:
+        if depth > 0 and id(value) not in self._shared:
             if _is_ours(value):
-                self._servants[id(value)] = value
+                self._shared[id(value)] = value
             for each in _members(value):
                 self._remember(each, depth - 1)
 
@@ -227,7 +228,7 @@ def _is_ours(value: object) -> bool:
 
 
 def _are_tokens(value: object) -> bool:
-    """Whether these are bytes, which the stub's tokens are, with the word among them or of the letter alone."""
+    """True for tokens, which are bytes in the stub, that contain the word or consist of the letter."""
     if not isinstance(value, list | tuple | array.array | collections.deque) and type(value).__name__ != "ndarray":
         return False
     numbers = [each for each in list(value)[:4096] if isinstance(each, int)]  # type: ignore[call-overload]  # iterable
@@ -262,7 +263,7 @@ def _members(value: object) -> Iterator[Any]:
             yield getattr(value, name, None)
 
 
-def _ask(port: int, body: dict[str, Any]) -> bytes:
+def _send(port: int, body: dict[str, Any]) -> bytes:
     data = json.dumps({"model": "m", "stream": True, **body}, ensure_ascii=False).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += "Connection: close\r\n"
@@ -274,15 +275,15 @@ def _ask(port: int, body: dict[str, Any]) -> bytes:
     return answer
 
 
-def _up(port: int) -> None:
+def _wait_until_up(port: int) -> None:
     for _ in range(600):
         try:
-            if b" 200 " in _ask(port, {"messages": [{"role": "user", "content": "up?"}]})[:20]:
+            if b" 200 " in _send(port, {"messages": [{"role": "user", "content": "up?"}]})[:20]:
                 return
         except OSError:
             pass
         time.sleep(0.05)
-    raise TimeoutError("the server did not come up")
+    raise TimeoutError("the server did not start")
 
 
 def _question(words: str, seed: int, temperature: float) -> dict[str, Any]:
@@ -291,20 +292,20 @@ def _question(words: str, seed: int, temperature: float) -> dict[str, Any]:
 
 
 def _drive(tracer: Tracer, port: int, failures: list[BaseException]) -> None:
-    """Quiet time, earlier requests, and the request; then the server's end."""
+    """Wait without requests, send earlier requests and the traced ones, then stop the server."""
     sys.setprofile(None)
     try:
-        _up(port)
+        _wait_until_up(port)
         time.sleep(QUIET_S / 3)
         tracer.phase = "idle"
         time.sleep(QUIET_S)
         tracer.phase = "before"
         for number in range(3):
-            _ask(port, _question(f"earlier {number}", number, 0.5 + number))
+            _send(port, _question(f"earlier {number}", number, 0.5 + number))
             time.sleep(GRACE_S)
         for _ in range(REQUESTS):
             tracer.phase = "request"
-            answer = _ask(port, _question(f"hello {WORD}", SEED, TEMPERATURE))
+            answer = _send(port, _question(f"hello {WORD}", SEED, TEMPERATURE))
             assert b"[DONE]" in answer, answer
             assert LETTER.encode() in answer, answer
             time.sleep(GRACE_S)
@@ -316,7 +317,7 @@ def _drive(tracer: Tracer, port: int, failures: list[BaseException]) -> None:
 
 
 def main() -> None:
-    """Serve, ask, and print what was noted as JSON."""
+    """Run the server, send the requests, and print the path as JSON."""
     import lockstep
     from lockstep.cli.main import invoke
 
@@ -331,18 +332,18 @@ def main() -> None:
     sys.setprofile(None)
     if failures:
         raise failures[0]
-    steps = [function for function in tracer.steps if function not in tracer.background]
-    stations = [function for function in steps if tracer.steps[function]]
-    handed = {(giver, taker) for giver, taker in tracer.handed if {giver, taker} <= set(stations)}
-    told = {
+    calls = [function for function in tracer.calls if function not in tracer.background]
+    data_calls = [function for function in calls if tracer.calls[function]]
+    handed = {(giver, taker) for giver, taker in tracer.handed if {giver, taker} <= set(data_calls)}
+    result = {
         "climbs": _climbs(handed, _imported_files(Path(lockstep.__file__).parent)),
-        "steps": steps,
-        "stations": stations,
-        "hops": [function for function in stations if function in tracer.hops],
+        "calls": calls,
+        "data_calls": data_calls,
+        "handovers": [function for function in data_calls if function in tracer.handovers],
         "representations": sorted(tracer.representations),
         "modules": sum(name.partition(".")[0] == "lockstep" for name in sys.modules),
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
