@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from lockstep.bench.prompts import Asking, Units, prompt_of
+from lockstep.bench.prompts import RequestTemplate, Units, prompt_of
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import RemoteServer
-from lockstep.bench.runner import PlannedRequest, Watch, run_load
+from lockstep.bench.runner import PlannedRequest, RunProgress, run_load
 from lockstep.bench.samples import RandomLengths, Sample, random_samples
 from lockstep.bench.throughput import answer_all
 from lockstep.engine.llm import LLM
@@ -96,14 +96,14 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def run_served(target: Target, server: psutil.Process, model: str, load: Load) -> Round:
-    asking = Asking(model, is_chat=False, ignore_eos=True)
+    template = RequestTemplate(model, is_chat=False, ignore_eos=True)
     bodies = [
-        target.post(PATH, asking.body(prompt, sample.output_tokens))
+        target.post(PATH, template.body(prompt, sample.output_tokens))
         for prompt, sample in zip(load.prompts(), load.samples, strict=True)
     ]
     jobs = [PlannedRequest(None, lambda body=body: body, None) for body in bodies]  # type: ignore[misc]  # mypy cannot infer a lambda's default
     before_s = cpu_s(server)
-    run = run_load([target], jobs, None, Watch(len(jobs)))
+    run = run_load([target], jobs, None, RunProgress(len(jobs)))
     spent_s = cpu_s(server) - before_s
     failed = [outcome.error for outcome in run.finished if not outcome.is_success]
     if failed:

@@ -20,10 +20,10 @@ import psutil
 from benchmarks.comparison.routed import RoutedRequests
 from benchmarks.comparison.workloads import Answer, Done, Workload
 from lockstep.bench.client import Outcome
-from lockstep.bench.prompts import Asking, Units, calibrate, prompt_of
+from lockstep.bench.prompts import RequestTemplate, Units, calibrate, prompt_of
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import RemoteServer
-from lockstep.bench.runner import PlannedRequest, Watch, run_load
+from lockstep.bench.runner import PlannedRequest, RunProgress, run_load
 from lockstep.errors import LockstepError, RemoteError
 
 START_LIMIT_S = 300.0
@@ -174,7 +174,9 @@ class Server:
         if self._units is None:
             try:
                 with RemoteServer(self.target) as remote:
-                    self._units = calibrate(remote, self._asking(work), self._path(work), work.samples(0), 0).units
+                    template, path = self._request_template(work), self._path(work)
+                    self._units = calibrate(remote, template, path, work.samples(0), 0).units
+
             except RemoteError as error:
                 raise OutError(str(error)) from None
         if work.streams not in self._warm_streams:
@@ -192,20 +194,20 @@ class Server:
         if self._process is not None:
             end(self._process)
 
-    def _asking(self, work: Workload) -> Asking:
-        return Asking(self.model, is_chat=work.kind == "prompts", ignore_eos=True)
+    def _request_template(self, work: Workload) -> RequestTemplate:
+        return RequestTemplate(self.model, is_chat=work.kind == "prompts", ignore_eos=True)
 
     def _path(self, work: Workload) -> str:
         return "/v1/chat/completions" if work.kind == "prompts" else "/v1/completions"
 
     def _send(self, work: Workload, seed: int) -> list[Answer]:
-        asking, path = self._asking(work), self._path(work)
+        template, path = self._request_template(work), self._path(work)
         jobs, samples = [], work.samples(seed)
         for sample in samples:
             prompt = prompt_of(sample, self._units or Units(), seed, {})
-            body = self.target.post(path, asking.body(prompt, sample.output_tokens))
+            body = self.target.post(path, template.body(prompt, sample.output_tokens))
             jobs.append(PlannedRequest(sample.at_s, partial(bytes, body), None))
-        run = run_load([self.target], jobs, 1 if work.kind == "prompts" else None, Watch(len(jobs)))
+        run = run_load([self.target], jobs, 1 if work.kind == "prompts" else None, RunProgress(len(jobs)))
         if run.was_interrupted:
             raise KeyboardInterrupt
         failed = [outcome.error for outcome in run.finished if not outcome.is_success]

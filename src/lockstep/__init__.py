@@ -1,4 +1,4 @@
-"""Lockstep: an LLM serving runtime that gives the same bytes alone or batched.
+"""Lockstep: an LLM serving runtime whose answers are bitwise identical, alone or batched.
 
     from lockstep import LLM, SamplingParams
 
@@ -6,7 +6,7 @@
         for output in llm.chat([{"role": "user", "content": "I was charged twice."}], SamplingParams(max_tokens=64)):
             print(output.text)
 
-Names are imported when they are first used, so that importing the package stays cheap.
+Names are imported when they are first used, so that importing the package takes little time.
 """
 
 from __future__ import annotations

@@ -1,47 +1,47 @@
 """Every exception that Lockstep raises on purpose.
 
     LockstepError
-    ├── UsageError                 the command line or a call was wrong before anything started
-    ├── RemoteError                a server that we are a client of cannot be reached, or refuses
-    ├── PlacingError               Ray cannot be reached, or does not carry out a request
+    ├── UsageError                 the command line or a call is wrong; nothing was started
+    ├── RemoteError                another server cannot be reached or rejects the request
+    ├── PlacingError               Ray cannot be reached or does not carry out a request
     ├── TraceError                 a recording or a workload cannot be read
-    ├── EvidenceError              what a release is to be judged by cannot be read
-    ├── ConfigError                a limit or policy that cannot work, refused at construction
+    ├── EvidenceError              observations or a policy of the release gate cannot be read
+    ├── ConfigError                a limit or policy cannot work; it is rejected at construction
     │   ├── ManifestError              a manifest has faults (`problems` has all of them)
-    │   └── OverBudgetError            its models need more than its budgets (`table` lists the needs)
-    ├── RequestError               one request is refused or ended; the engine goes on
+    │   └── OverBudgetError            the models of a manifest exceed its budgets (`table` lists their needs)
+    ├── RequestError               one request is rejected or ended; the engine continues
     │   ├── InvalidParameterError      a parameter has a wrong value (`param` names it)
     │   │   └── InvalidJsonError           a body is declared as JSON and is not JSON
     │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
     │   ├── ModelNotFoundError         no model of that name is served
     │   ├── NotRecordedError           no recorded request has that prompt
     │   ├── ResponseNotFoundError      no response of that id is stored
-    │   ├── StoredFileNotFoundError    no uploaded or written file of that id is kept
-    │   ├── BatchNotFoundError         no batch of that id is kept
-    │   ├── SessionNotFoundError       no session of that id is known
-    │   ├── HostNotFoundError          no host of that name or address is known
-    │   ├── HostNotDrainableError      replicas of a host would have no other one
-    │   ├── NoManifestError            what only a cluster with a manifest can do
+    │   ├── StoredFileNotFoundError    no uploaded or written file of that id is stored
+    │   ├── BatchNotFoundError         no batch of that id is stored
+    │   ├── SessionNotFoundError       no session of that id is stored
+    │   ├── HostNotFoundError          no host has that name or address
+    │   ├── HostNotDrainableError      replicas of a host cannot move to another host
+    │   ├── NoManifestError            the request requires a cluster with a manifest
     │   ├── NotLoadableError           the model or manifest of a request cannot be loaded
     │   ├── QueueFullError             the bounded queue is full; try again later
     │   ├── UnavailableError           loading, draining or restarting; try again later (`retry_after_s`)
-    │   │   └── ReplicaGoneError           its replica went; without a token yet, another replica may answer it
+    │   │   └── ReplicaGoneError           the request's replica is gone; another one may answer if no token was sent
     │   │       └── WorkerLostError            the process that computed the answer ended
-    │   ├── StorageError               what has to be kept cannot be written to disk now
-    │   │   └── StorageFullError           there is no room for it
-    │   ├── DeadlineError              time was up before the answer was complete
-    │   │   └── QueueDeadlineError         time was up before anything was computed
-    │   ├── ChatTemplateError          no template, or it failed on these messages
+    │   ├── StorageError               data that must be stored cannot be written to disk now
+    │   │   └── StorageFullError           the disk has no room for it
+    │   ├── DeadlineError              the deadline passed before the answer was complete
+    │   │   └── QueueDeadlineError         the deadline passed before anything was computed
+    │   ├── ChatTemplateError          the model has no chat template, or it failed on these messages
     │   └── RequestFailedError         the request was accepted and then ended with an error
-    │       ├── RemoteFailedError          the other server that answers a remote model failed
-    │       └── SlowReaderError            the client did not read its answer as fast as it came
-    ├── ArtifactError              something on disk cannot be served (`path` names it)
-    │   ├── ArtifactNotFoundError      nothing is there, or not what a model looks like
-    │   ├── CorruptArtifactError       truncated, inconsistent or not finite
-    │   ├── UnsupportedArtifactError   well-formed, but of an unsupported kind
-    │   ├── MissingTokenizerError      weights without a tokenizer
-    │   └── DownloadError              the hub refuses, or what it sends cannot be kept
-    │       └── HubUnreachableError        no network, or the hub is out of order: a copy in the cache would do
+    │       ├── RemoteFailedError          the server behind a remote model failed
+    │       └── SlowReaderError            the client read its answer too slowly
+    ├── ArtifactError              a file or directory cannot be served as a model (`path` names it)
+    │   ├── ArtifactNotFoundError      the path does not exist, or has no model
+    │   ├── CorruptArtifactError       the files are truncated or inconsistent, or have values that are not finite
+    │   ├── UnsupportedArtifactError   the files are well-formed, but of an unsupported kind
+    │   ├── MissingTokenizerError      the weights have no tokenizer
+    │   └── DownloadError              the hub rejects the request, or a download cannot be stored
+    │       └── HubUnreachableError        the hub cannot be reached or is out of order; a cached copy still works
     └── ExecutorError              a step could not be executed
         ├── InvalidPlanError           a plan would read or write outside the KV pool
         └── NumericsError              the model produced NaN or infinity
@@ -56,35 +56,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MAX_SHOWN_CHARS = 80
-"""Of a wrong value in a message."""
+"""Maximum characters of a wrong value that a message repeats."""
 
 
 class LockstepError(Exception):
-    """Root of everything that Lockstep raises on purpose."""
+    """Root of all exceptions that Lockstep raises on purpose."""
 
 
 class UsageError(LockstepError):
-    """The command line or a call was wrong before anything started."""
+    """The command line or a call is wrong; nothing was started."""
 
 
 class RemoteError(LockstepError):
-    """A server that we are a client of cannot be reached, or refuses."""
+    """Another server cannot be reached or rejects the request."""
 
 
 class PlacingError(LockstepError):
-    """Ray cannot be reached, or does not carry out a request."""
+    """Ray cannot be reached or does not carry out a request."""
 
 
 class TraceError(LockstepError):
-    """A recording or a workload cannot be read; the message states where it is wrong."""
+    """A recording or a workload cannot be read; the message gives the location of the fault."""
 
 
 class EvidenceError(LockstepError):
-    """Observations or a policy that a release is judged by cannot be read; the message states where it is wrong."""
+    """Observations or a policy of the release gate cannot be read; the message gives the location of the fault."""
 
 
 class ConfigError(LockstepError):
-    """A limit or policy that cannot work, refused at construction."""
+    """A limit or policy cannot work; it is rejected at construction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +92,22 @@ class Problem:
     """One fault of a manifest."""
 
     line: int
-    """Counted from 1."""
+    """Line of the fault, counted from 1."""
     where: str
     """Path to the value, e.g. ``models.specialists[1].tier``; empty: the whole text."""
     message: str
-    """What it is and what would be right, a sentence whose subject is `where`."""
+    """The fault and its correction: the rest of a sentence whose subject is `where`."""
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.where or 'it'} {self.message}"
 
 
 class InvalidTextError(ConfigError):
-    """A text of options has faults; nothing of it is used.
+    """A text of options has faults. None of its values is used.
 
     Args:
-        problems: all of them, in the order of their lines.
-        name: what the text is called, e.g. its file.
+        problems: all faults, in the order of their lines.
+        name: name of the text in messages, e.g. its file.
     """
 
     def __init__(self, problems: Sequence[Problem], name: str = "text") -> None:
@@ -124,11 +124,11 @@ class ManifestError(InvalidTextError):
 
 
 class OverBudgetError(ConfigError):
-    """The models of a manifest need more bytes than its budgets, or than the machine has.
+    """The models of a manifest need more bytes than its budgets allow or the machine has.
 
     Args:
-        message: which budget, by how much, and what would help.
-        table: a line a model and a line a budget, their columns aligned.
+        message: the exceeded budget, the excess, and the correction.
+        table: one line per model and one per budget, in aligned columns.
     """
 
     def __init__(self, message: str, table: str) -> None:
@@ -137,11 +137,11 @@ class OverBudgetError(ConfigError):
 
 
 class RequestError(LockstepError):
-    """One request is refused or ended; the engine goes on.
+    """One request is rejected or ended; the engine continues.
 
     Args:
-        message: what was wrong and what would be right.
-        param: the name of the request parameter at fault, or None.
+        message: the fault and its correction.
+        param: name of the wrong request parameter; None: the fault is not in one parameter.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -154,7 +154,13 @@ class InvalidParameterError(RequestError):
 
     @classmethod
     def of(cls, where: str, value: object, right: str, *, param: str | None = None) -> InvalidParameterError:
-        """The usual message, with the value as it was given; ``where`` is the parameter's name unless ``param`` is."""
+        """Make the error with the usual message, which repeats the given value.
+
+        Args:
+            where: the value's location, for the message.
+            right: the valid values, to follow "it must be".
+            param: name of the parameter; None: the same as ``where``.
+        """
         shown = repr(value)
         if len(shown) > _MAX_SHOWN_CHARS:
             shown = f"{shown[: _MAX_SHOWN_CHARS - 3]}..."
@@ -174,51 +180,51 @@ class ModelNotFoundError(RequestError):
 
 
 class NotRecordedError(RequestError):
-    """No request of a recording has that prompt, or a beginning of it, so that there is no answer to give again."""
+    """No request of the recording has that prompt or a beginning of it, so there is no recorded answer to return."""
 
 
 class ResponseNotFoundError(RequestError):
-    """No response of that id is stored: it never was, it was deleted, or it was too old to be kept."""
+    """No response of that id is stored: the id is unknown, or the response was deleted or removed for its age."""
 
 
 class StoredFileNotFoundError(RequestError):
-    """No file of that id is kept: it never was, it was deleted, or it expired."""
+    """No file of that id is stored: the id is unknown, or the file was deleted or has expired."""
 
 
 class BatchNotFoundError(RequestError):
-    """No batch of that id is kept: it never was, or it was too old to be kept."""
+    """No batch of that id is stored: the id is unknown, or the batch was removed for its age."""
 
 
 class SessionNotFoundError(RequestError):
-    """No session of that id is known: it never was, it was ended, or it was idle for too long to be kept."""
+    """No session of that id is stored: the id is unknown, or the session was ended or removed after an idle time."""
 
 
 class HostNotFoundError(RequestError):
-    """No host of that name or address is known, or the manifest names none."""
+    """No host has that name or address, or the manifest has no hosts."""
 
 
 class HostNotDrainableError(RequestError):
-    """A host cannot be drained, as its replicas would have no other one; nothing has changed."""
+    """A host cannot be drained because its replicas cannot move to another host. Nothing was changed."""
 
 
 class NoManifestError(RequestError):
-    """Only a cluster that a manifest describes can do that."""
+    """The request requires a cluster that a manifest describes."""
 
 
 class NotLoadableError(RequestError):
-    """The model or manifest of a request cannot be loaded, however often it is tried; nothing has changed."""
+    """The model or manifest of a request cannot be loaded, and a retry would not help. Nothing was changed."""
 
 
 class QueueFullError(RequestError):
-    """The bounded queue is full; the same request may be sent again later."""
+    """The bounded queue is full. The same request may be sent again later."""
 
 
 class UnavailableError(RequestError):
     """The server cannot answer now: loading, draining or restarting. The same request may be sent again later.
 
     Args:
-        message: why, and until when.
-        retry_after_s: seconds after which it is worth trying.
+        message: the reason, and how long it lasts.
+        retry_after_s: seconds after which the client may retry.
     """
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
@@ -227,15 +233,15 @@ class UnavailableError(RequestError):
 
 
 class ReplicaGoneError(UnavailableError):
-    """The replica that a request was sent to does not answer it: it moved, was unloaded, or was lost. Every error of
-    this class is safe to retry at another replica as long as the client has no token."""
+    """The replica of a request cannot answer it: it moved, was unloaded or was lost. Requests with errors of this class
+    may be sent to another replica as long as the client has received no token."""
 
 
 class WorkerLostError(ReplicaGoneError):
-    """The process that computed the answer, or loaded the model, ended; another takes its place.
+    """The process that computed the answer or loaded the model ended. A new process replaces it.
 
     Args:
-        is_suspect: whether the process was about just this when it ended, so that this may be why.
+        is_suspect: the process worked on this request or model when it ended, so that this may be the cause.
     """
 
     def __init__(
@@ -246,23 +252,23 @@ class WorkerLostError(ReplicaGoneError):
 
 
 class StorageError(RequestError):
-    """Data that has to be kept cannot be written to disk now; the message names the folder."""
+    """Data that must be stored cannot be written to disk now; the message names the folder."""
 
 
 class StorageFullError(StorageError):
-    """There is no room on disk for what has to be kept."""
+    """The disk has no room for data that must be stored."""
 
 
 class LinkRefusedError(LockstepError):
-    """Two processes refuse their connection over a network: another secret, another version."""
+    """Two processes reject their connection over a network because their secrets or versions differ."""
 
 
 class DeadlineError(RequestError):
-    """Time was up before the answer was complete."""
+    """The deadline passed before the answer was complete."""
 
 
 class QueueDeadlineError(DeadlineError):
-    """Time was up before anything was computed."""
+    """The deadline passed before anything was computed."""
 
 
 class ChatTemplateError(RequestError):
@@ -274,14 +280,14 @@ class RequestFailedError(RequestError):
 
 
 class SlowReaderError(RequestFailedError):
-    """The client did not read its answer as fast as it came, and too much of it waited."""
+    """The client read its answer too slowly, and the buffer of unread output is full."""
 
 
 class RemoteFailedError(RequestFailedError):
-    """The other server that answers a remote model cannot be reached, broke off, or sent an invalid answer.
+    """The server behind a remote model cannot be reached, ended its answer early, or sent an invalid answer.
 
     Args:
-        retry_after_s: seconds after which it is worth trying; None: unknown.
+        retry_after_s: seconds after which the client may retry; None: unknown.
     """
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
@@ -290,11 +296,11 @@ class RemoteFailedError(RequestFailedError):
 
 
 class ArtifactError(LockstepError):
-    """Something on disk cannot be served.
+    """A file or directory cannot be served as a model.
 
     Args:
-        message: what was wrong and what would be right.
-        path: the file or directory at fault, or None when there is no path to name.
+        message: the fault and its correction.
+        path: the faulty file or directory; None: there is no path to name.
     """
 
     def __init__(self, message: str, *, path: Path | str | None = None) -> None:
@@ -303,27 +309,27 @@ class ArtifactError(LockstepError):
 
 
 class ArtifactNotFoundError(ArtifactError):
-    """Nothing is there, or not what a model looks like."""
+    """The path does not exist, or has no model."""
 
 
 class CorruptArtifactError(ArtifactError):
-    """Truncated, inconsistent or not finite."""
+    """The files are truncated or inconsistent, or have values that are not finite."""
 
 
 class UnsupportedArtifactError(ArtifactError):
-    """Well-formed, but of an unsupported kind."""
+    """The files are well-formed, but of an unsupported kind."""
 
 
 class MissingTokenizerError(ArtifactError):
-    """Weights without a tokenizer."""
+    """The weights have no tokenizer."""
 
 
 class DownloadError(ArtifactError):
-    """The hub refuses, or what it sends cannot be kept."""
+    """The hub rejects the request, or a download cannot be stored."""
 
 
 class HubUnreachableError(DownloadError):
-    """No network, or the hub is out of order: a copy in the cache would do."""
+    """The hub cannot be reached or is out of order. A copy in the cache can still be used."""
 
 
 class ExecutorError(LockstepError):

@@ -1,11 +1,11 @@
-"""Option fields: one declaration gives a field's type, range, default and help to everything that reads it.
+"""Option fields: one declaration of a field's type, range, default and help, for all readers of the field.
 
 A field of a dataclass or ``msgspec.Struct`` is annotated with its type, and with a `Range` where it is a number:
 
     max_num_seqs: Annotated[int, Range(1)] = 64
 
 Flags, manifests, ``--set``, ``stub://`` URLs, policies of the gate and sampling parameters are all read by these types,
-so that a value has one range and one description, whichever way it comes in.
+so a value has one range and one description, independent of its source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from lockstep.errors import ConfigError, LockstepError
 
 MOST = 1 << 40
-"""Bound of what is counted and has no smaller one; help and messages do not show it."""
+"""Upper bound of counts that have no smaller one. Help and messages do not show it."""
 _BOOLEANS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 _NAMES: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 _NUMBERS = (int, float)
@@ -37,7 +37,7 @@ class Range:
     low: float | None = None
     high: float | None = None
     above_low: bool = False
-    """``low`` itself is excluded."""
+    """True if ``low`` itself is excluded."""
 
     def __contains__(self, value: float) -> bool:
         if isinstance(value, float) and not math.isfinite(value):
@@ -50,7 +50,7 @@ class Range:
         """For example ``, at least 1``, ``, 0 to 1`` or `` above 0``; empty without bounds.
 
         Args:
-            is_whole: shows `MOST` as well.
+            is_whole: includes the bound `MOST`, which is otherwise left out.
         """
         high = None if self.high == MOST and not is_whole else self.high
         most = "" if high is None else f", at most {_digits(high)}"
@@ -64,25 +64,25 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Words that a field of type ``str`` can have, where its type is no ``Literal``."""
+    """Allowed words of a field of type ``str`` whose type is not a ``Literal``."""
 
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OptionType:
-    """Values that a field can have."""
+    """Valid values of a field."""
 
     kind: Any
-    """Its class: bool, int, float, str, or another one, whose values are checked elsewhere."""
+    """Class of the values: bool, int, float, str, or another class, whose values are checked elsewhere."""
     range: Range = Range()
     words: tuple[str, ...] = ()
-    """Its only values, where they are words."""
+    """Allowed words; empty: the values are not words of a fixed set."""
     is_optional: bool = False
-    """None is a value, too."""
+    """True if None is a valid value, too."""
 
     def fits(self, value: object) -> bool:
-        """Check whether a value is one of them."""
+        """True if the value is valid."""
         if value is None:
             return self.is_optional
         if self.words:
@@ -94,10 +94,10 @@ class OptionType:
         return self.kind not in _NAMES or isinstance(value, self.kind)
 
     def right(self, value: object = None) -> str:
-        """The values in words, to follow "it must be".
+        """The valid values in words, to follow "it must be".
 
         Args:
-            value: what was given in their place.
+            value: the given value, which is invalid.
         """
         if self.words:
             from lockstep.spelling import listed
@@ -107,10 +107,10 @@ class OptionType:
         return f"{_NAMES.get(self.kind, self.kind)}{self.range.text(is_beyond)}"
 
     def parse(self, text: str) -> Any:
-        """The value of this kind that a text stands for, in range or not; ``none`` and ``null`` are None.
+        """Convert a text to a value of this kind, without a check of its range. ``none`` and ``null`` are None.
 
         Raises:
-            ValueError: it stands for none.
+            ValueError: the text is not a value of this kind.
         """
         text = text.strip()
         if self.is_optional and text.lower() in ("none", "null"):
@@ -126,7 +126,7 @@ class OptionType:
 
 
 def type_of(hint: Any) -> OptionType:
-    """The type that an annotation declares."""
+    """Option type that an annotation declares."""
     metadata: Sequence[Any] = ()
     if get_origin(hint) is Annotated:
         hint, metadata = hint.__origin__, hint.__metadata__
@@ -141,7 +141,7 @@ def type_of(hint: Any) -> OptionType:
 
 
 def option_types(owner: type) -> Mapping[str, OptionType]:
-    """The types of a class's fields, by field."""
+    """Option types of a class, by field."""
     return _option_types(owner)
 
 
@@ -154,10 +154,10 @@ def check_options(options: object, refused: Callable[[str], LockstepError] = Con
     """Check every field against its type.
 
     Args:
-        refused: makes the error of a message.
+        refused: makes the error from a message.
 
     Raises:
-        ConfigError: the first field that does not fit, with its value and what is right.
+        ConfigError: a field has an invalid value; the message names the first such field, its value and the valid ones.
     """
     for name, type_ in option_types(type(options)).items():
         value = getattr(options, name)
@@ -166,7 +166,7 @@ def check_options(options: object, refused: Callable[[str], LockstepError] = Con
 
 
 def field_docs(owner: type) -> Mapping[str, str]:
-    """The first paragraph under each field of a class and its bases, by field; none where there is no source."""
+    """First paragraph of the text under each field of a class and its bases, by field; empty without source code."""
     docs: dict[str, str] = {}
     for base in reversed(owner.__mro__[:-1]):
         for field, below in pairwise(_classes_of(base.__module__).get(base.__name__, ())):
@@ -178,7 +178,7 @@ def field_docs(owner: type) -> Mapping[str, str]:
 
 @cache
 def _classes_of(module: str) -> Mapping[str, Sequence[ast.stmt]]:
-    """Bodies of a module's classes, by name."""
+    """Bodies of a module's classes, by class name; empty without source code."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):

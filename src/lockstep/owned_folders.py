@@ -1,6 +1,7 @@
-"""Temporary folders of one process each: locked while the process runs, removed by the next one if it was killed.
+"""Temporary folders with one owner each: a process locks its folder and removes it at its end.
 
-The lock is the system's (`flock`) on a file in the folder, so it ends with the process, however that ends.
+If a process was killed, the next process removes its folder. The lock is a `flock` on a file in the folder, which the
+system releases whenever the process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 _OWNER = "owner"
 """Name of the locked file."""
 MAX_CLAIMS = 10
-"""Folders that are made before `claim_folder` gives up; another process may remove each before it is locked."""
+"""Maximum attempts of `claim_folder`: another process may remove a new folder before it is locked."""
 
 
 class OwnedFolder(NamedTuple):
@@ -26,20 +27,20 @@ class OwnedFolder(NamedTuple):
 
     path: Path
     descriptor: int
-    """Of the locked file."""
+    """File descriptor of the locked file."""
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder with its content, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.descriptor)
 
 
 def lock_file(path: Path) -> int:
-    """Make a file if it is missing, and lock it for this process until the returned descriptor is closed.
+    """Create a file if it is missing, and lock it for this process until the returned descriptor is closed.
 
     Raises:
         BlockingIOError: another process has the lock.
-        OSError: the file cannot be made or opened.
+        OSError: the file cannot be created or opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -51,36 +52,36 @@ def lock_file(path: Path) -> int:
 
 
 def claim_folder(parent: Path, prefix: str) -> OwnedFolder:
-    """Make and lock a new folder, readable by this user alone, and remove those that killed processes left.
+    """Create and lock a new folder, readable by this user alone, and remove the folders of killed processes.
 
     Args:
-        prefix: beginning of the names of all folders of this kind; nothing else in `parent` may have it, such as
-            folders of an older version that does not lock them.
+        prefix: beginning of the names of all folders of this kind. Other entries of `parent` must not have it, for
+            example folders of an older version that does not lock them.
 
     Raises:
-        OSError: a folder cannot be made or locked.
+        OSError: a folder cannot be created or locked.
     """
     for left in sorted(parent.glob(f"{prefix}*")):
         with suppress(OSError):
             _remove_left(left)
     for _ in range(MAX_CLAIMS):
-        path = parent / f"{prefix}{secrets.token_hex(8)}"  # known before it is made: a signal may come at any moment
+        path = parent / f"{prefix}{secrets.token_hex(8)}"  # named before it is created: a signal may come at any moment
         try:
             path.mkdir(mode=0o700)
             return OwnedFolder(path, lock_file(path / _OWNER))
-        except (FileNotFoundError, BlockingIOError):  # another process removed it as one that was left
+        except (FileNotFoundError, BlockingIOError):  # another process removed it as the folder of a killed process
             continue
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
     raise FileNotFoundError(
-        f"{MAX_CLAIMS} folders {prefix}* were removed as they were made; find the process that does"
+        f"{MAX_CLAIMS} folders {prefix}* were removed right after their creation; find the process that removes them"
     )
 
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A folder of this process in the system's place for temporary files (`TMPDIR`), removed at the block's end."""
+    """Folder of this process in the system's directory for temporary files (`TMPDIR`), removed at the block's end."""
     import tempfile
 
     folder = claim_folder(Path(tempfile.gettempdir()), prefix)
@@ -91,7 +92,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove a folder whose process was killed; OSError: its process runs, or it is not this user's."""
+    """Remove the folder of a killed process; OSError: its process runs, or the folder belongs to another user."""
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid():
         return

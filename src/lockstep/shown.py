@@ -1,4 +1,4 @@
-"""Sizes, times, rates and foreign text as people see them: in messages, tables, pages and logs."""
+"""Formatting for messages, tables, pages and logs: sizes, times, rates, aligned columns, and text of other sources."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def rate(per_s: float) -> str:
-    """A number of things per second: ``1,234``, ``99.0``, ``1.2``, ``0``."""
+    """A count per second: ``1,234``, ``99.0``, ``1.2``, ``0``."""
     return f"{per_s:,.0f}" if per_s >= 100 or per_s == 0 else f"{per_s:.1f}"
 
 
@@ -54,5 +54,5 @@ def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """Text without what could steer a terminal, break a line or be no XML: such characters stand as �."""
+    """Replace characters that could control a terminal, break a line or be invalid in XML, each by �."""
     return "".join(each if each.isprintable() else "\ufffd" for each in text)

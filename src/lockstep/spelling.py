@@ -1,7 +1,7 @@
-"""Words of messages: the known name that was intended, lists of names, letters in disguise, and faults of values.
+"""Parts of error messages: suggestions for misspelt names, lists of names, confusable characters, faults of values.
 
-A fault of a value is an item of pydantic's `ValidationError.errors()`. Its own text is never used: it names pydantic's
-classes and website, and another version has another one.
+A fault of a value is an item of pydantic's `ValidationError.errors()`. Its own text is never used, because it names
+pydantic's classes and website and differs between versions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MAX_LISTED = 16
-"""Names in one message."""
+"""Maximum names that one message lists."""
 MAX_COMPARED_CHARS = 200
+"""Maximum characters of a name that `nearest` compares."""
 _LOOKS_LIKE = dict(
     zip(
         "аԁеһіјӏкорԛѕтԝхусАВЕЅІЈКМНОРСТХУαεικνορτυχΑΒΕΖΗΙΚΜΝΟΡΤΥΧօսոհցզı",
@@ -21,14 +22,14 @@ _LOOKS_LIKE = dict(
         strict=True,
     )
 )
-"""Letters of other scripts that are drawn as one of ours; what is a wide, bold or otherwise dressed form of a letter
-is known to Unicode."""
+"""Letters of other scripts that look like ASCII letters. Wide, bold and other variants of a letter are not in it,
+because Unicode's NFKC form maps them."""
 _UNSEEN = ("Cf", "Cc", "Zs", "Zl", "Zp", "Mn", "Me", "Co", "Cn")
-"""Categories of characters that show nothing, or nothing of their own."""
+"""Unicode categories of characters that are invisible, or visible only together with another character."""
 
 Fault = Mapping[str, Any]
 MAX_SHOWN_CHARS = 64
-"""A value that is repeated to its sender is cut after so many characters."""
+"""Maximum characters of a request's value that a message repeats."""
 _DEMANDS: Mapping[str, str] = {
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "be a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "be a number"),
@@ -46,26 +47,26 @@ _DEMANDS: Mapping[str, str] = {
     "string_pattern_mismatch": "match the pattern {pattern}",
     **dict.fromkeys(("literal_error", "enum"), "be {expected}"),
 }
-"""By pydantic's type of a fault, with the names of its context."""
+"""Demands by pydantic's type of a fault. Names in braces are those of the fault's context."""
 _LENGTH_DEMANDS: Mapping[str, str] = {
     **dict.fromkeys(("string_too_short", "too_short"), "min_length"),
     **dict.fromkeys(("string_too_long", "too_long"), "max_length"),
 }
 _WORDS = ("literal_error", "enum", "int_parsing", "float_parsing", "bool_parsing")
-"""Faults of a single word: a choice, or a number or flag of a query."""
+"""Types of faults whose value is a single word: a choice, or a number or flag in a query string."""
 _UNITS: Sequence[tuple[type, tuple[str, str]]] = ((str, ("character", "characters")), (dict, ("entry", "entries")))
 _CONSTANTS = re.compile(r"(?<!')\b(?:True|False|None)\b(?!')")
 _IN_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
 def nearest(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known names that are nearest to another one, whatever its case and whatever its letters look like.
+    """The known names that are most similar to a name, independent of its case and of confusable letters.
 
     Args:
-        n: how many at most.
-        cutoff: how near, 0 to 1.
+        n: maximum number of names.
+        cutoff: minimum similarity, 0 to 1.
     """
-    from difflib import get_close_matches  # requested where something went wrong; it takes longer than this module
+    from difflib import get_close_matches  # needed only after an error; its import takes longer than this module's
 
     by_lower: Mapping[str, str] = {each.lower(): each for each in known}
     plain = _plain_letters(name.lower()[:MAX_COMPARED_CHARS])
@@ -73,19 +74,23 @@ def nearest(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) ->
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names the nearest of the known names; empty where none is near."""
+    """The question "did you mean 'X'?" with the most similar known name; empty if no name is similar."""
     near = nearest(name, known)
     return f"did you mean {near[0]!r}?" if near else ""
 
 
 def listed(names: Sequence[str], word: str = "and") -> str:
-    """``a, b and c``, no more of them than a sentence bears."""
+    """Names as ``a, b and c``, at most `MAX_LISTED` of them."""
     few = [*names[:MAX_LISTED], "…"] if len(names) > MAX_LISTED else list(names)
     return f" {word} ".join([", ".join(few[:-1]), few[-1]]) if len(few) > 1 else "".join(few)
 
 
 def odd_character(text: str, *, only_unseen: bool = False) -> str:
-    """A half-sentence about the first character that is not what it looks like; empty where all are."""
+    """A predicate such as "has a tab; write spaces" for the first confusable or invisible character; empty: none.
+
+    Args:
+        only_unseen: leaves out confusable letters.
+    """
     for character in text:
         if character.isascii() and character.isprintable():
             continue
@@ -101,7 +106,7 @@ def odd_character(text: str, *, only_unseen: bool = False) -> str:
 
 
 def _plain_letters(text: str) -> str:
-    """The text with the letters that its own look like, and without what cannot be seen."""
+    """The text with confusable letters replaced by ASCII ones, and without invisible characters."""
     shown_as = (_LOOKS_LIKE.get(each, unicodedata.normalize("NFKC", each)) for each in text)
     return "".join(each for each in shown_as if each.isascii() or unicodedata.category(each[0]) not in _UNSEEN)
 
@@ -110,10 +115,10 @@ def _plain_letters(text: str) -> str:
 
 
 def demand(fault: Fault, otherwise: str) -> str:
-    """Demand that a value does not meet: a verb and its object, to follow "it must".
+    """The demand that a value does not meet: a verb and its object, to follow "it must".
 
     Args:
-        otherwise: for types of faults that are not known here.
+        otherwise: demand for types of faults that are in no table.
     """
     kind = fault["type"]
     context = {name: _plain(value) for name, value in (fault.get("ctx") or {}).items()}
@@ -128,14 +133,14 @@ def demand(fault: Fault, otherwise: str) -> str:
 
 
 def _plain(value: object) -> str:
-    """A bound, a pattern or the words of a choice as JSON has them."""
+    """A bound, a pattern or the words of a choice, in JSON's notation."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return _CONSTANTS.sub(lambda found: _IN_JSON[found[0]], str(value))
 
 
 def _counted(number: int, value: object) -> str:
-    """A length in the unit of a value: characters, items or entries."""
+    """A length with the unit of a value: characters, items or entries."""
     one, several = next((names for kind, names in _UNITS if isinstance(value, kind)), ("item", "items"))
     return f"{number} {one if number == 1 else several}"
 

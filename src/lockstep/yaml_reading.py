@@ -1,8 +1,8 @@
 """YAML reader: parses manifests, flag files and gate policies into nodes, and reports every problem with its line.
 
-A text is bounded before it is looked at, and never turned into objects. Scalars follow YAML 1.2's core schema, so
-``no`` and ``1:30`` are strings. `YamlNode` is a node with its path. Readers are functions from a node to a value; they
-raise `ConfigError` with a sentence whose subject is the path.
+The size of a text is checked before it is parsed, and no tag creates an object. Scalars follow YAML 1.2's core schema,
+so ``no`` and ``1:30`` are strings. `YamlNode` is a node with its path. Readers are functions from a node to a value;
+they raise `ConfigError` with the predicate of a sentence whose subject is the path.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from lockstep.errors import ConfigError, InvalidTextError, ManifestError, Proble
 from lockstep.spelling import did_you_mean, listed, odd_character
 
 MAX_BYTES = 1 << 18
-"""A manifest of some thousand models; YAML is read at about 100 kB/s."""
+"""Maximum size of a text: a manifest of some thousand models. YAML is read at about 100 kB/s."""
 MAX_DEPTH = 16
-"""Lists and maps within each other."""
+"""Maximum depth of nested lists and maps."""
 MAX_NODES = 50_000
-"""With every alias counted as what it stands for, so that a bomb is as large as it wants to become."""
+"""Maximum number of nodes. An alias counts as all nodes that it refers to, so nested aliases are limited, too."""
 MAX_INTEGER_DIGITS = 18
 MAX_SHOWN_CHARS = 60
+"""Maximum characters of a value or key that a message repeats."""
 MAX_PROBLEMS = 200
-"""Problems listed of one text; more are no help."""
+"""Maximum number of problems that are reported for one text."""
 _CORE = (
     ("null", re.compile(r"~|null|Null|NULL|"), "~nN"),
     ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), "tTfF"),
@@ -44,13 +45,13 @@ _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 _SCALARS = ("str", *(kind for kind, _, _ in _CORE))
 _RIGHT = "a YAML file in UTF-8 is expected"
 INVALID: Final = object()
-"""The value of a node that has a fault, which is noted."""
+"""Value of a node with a fault; `Reading.problems` has the fault."""
 
 Reader = Callable[["YamlNode"], Any]
 
 
 def _core_resolvers(others: _Resolvers | None = None) -> _Resolvers:
-    """Resolvers of YAML 1.2's core schema by first character, as PyYAML keeps them; others go before them."""
+    """Resolvers of YAML 1.2's core schema by first character, in PyYAML's form; ``others`` are tried before them."""
     resolvers: _Resolvers = {character: list(those) for character, those in (others or {}).items()}
     for kind, pattern, first in _CORE:
         whole = re.compile(rf"(?:{pattern.pattern})\Z")
@@ -60,7 +61,7 @@ def _core_resolvers(others: _Resolvers | None = None) -> _Resolvers:
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """Composes nodes within limits; `PlainDumper` resolves scalars in the same way."""
+    """YAML loader that composes nodes within limits. `PlainDumper` resolves scalars in the same way."""
 
     yaml_implicit_resolvers = _core_resolvers()
 
@@ -69,7 +70,7 @@ class BoundedLoader(yaml.SafeLoader):
         self._depth = 0
         self._num_nodes = 0
         self._sizes: dict[str, int | None] = {}
-        """Nodes below an anchor; None while they are being composed."""
+        """Number of nodes below each anchor; None while they are being composed."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]  # the library has no types
@@ -96,7 +97,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 class PlainDumper(yaml.SafeDumper):
-    """Writes strings so that `BoundedLoader`, and readers of YAML 1.1, read strings."""
+    """YAML dumper whose strings are read as strings by `BoundedLoader` and by readers of YAML 1.1."""
 
     yaml_implicit_resolvers = _core_resolvers(yaml.SafeDumper.yaml_implicit_resolvers)
 
@@ -110,26 +111,26 @@ def _limit(event: yaml.Event, message: str) -> ManifestError:
 
 @dataclass(slots=True)
 class Reading:
-    """State of reading one text: its faults so far, and the line on which each path stands."""
+    """State of reading one text: its faults so far, and the line of each path."""
 
     problems: list[Problem] = field(default_factory=list)
-    notes: list[Problem] = field(default_factory=list)
-    """What is no fault, and should be written otherwise."""
+    warnings: list[Problem] = field(default_factory=list)
+    """Accepted values that should be written in another way."""
     lines: dict[str, int] = field(default_factory=dict)
 
     def fault(self, where: str, message: str, line: int | None = None) -> None:
-        """Note a fault of a path; its line is that of the path, or of the nearest above that is there."""
+        """Record a fault of a path. The default line is that of the path, or of the nearest enclosing path with one."""
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(Problem(self.line(where) if line is None else line, where, message))
 
     def unknown_key(self, where: str, key: str, known: Sequence[str], otherwise: str) -> None:
-        """Note a key that nothing reads; ``otherwise`` helps where no known key is near it."""
+        """Record the fault of an unknown key; ``otherwise`` is the advice if no known key is similar."""
         hint = did_you_mean(key, known) or otherwise
         self.fault(where, f"is an unknown key; {'; '.join(filter(None, (odd_character(key), hint)))}")
 
-    def note(self, where: str, message: str) -> None:
-        """Note what is taken all the same, and should be written otherwise."""
-        self.notes.append(Problem(self.line(where), where, message))
+    def warn(self, where: str, message: str) -> None:
+        """Record a warning about a value that is accepted but should be written in another way."""
+        self.warnings.append(Problem(self.line(where), where, message))
 
     def line(self, where: str) -> int:
         while where and where not in self.lines:
@@ -137,7 +138,7 @@ class Reading:
         return self.lines.get(where, 1)
 
     def compose(self, text: str) -> YamlNode | None:
-        """The text's only document; None when it is empty, or has a fault, which is noted."""
+        """The text's only document; None if it is empty, or has a fault, which is recorded."""
         if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
             self.fault("", f"is larger than {MAX_BYTES} bytes", 1)
             return None
@@ -173,14 +174,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A node and the path to it."""
+    """YAML node with its path."""
 
     source: yaml.Node
     where: str
     reading: Reading
 
     def read(self, reader: Reader) -> Any:
-        """Read this node; INVALID where the reader refused it, which is noted."""
+        """Read this node; INVALID if the reader rejects it, which is recorded as a fault."""
         try:
             return reader(self)
         except ConfigError as error:
@@ -210,8 +211,8 @@ class YamlNode:
         except ValueError:
             pass
         if kind in ("int", "float"):
-            raise ConfigError(f"is {shown(node.value)}, which is no number that anything here can be")
-        raise ConfigError(f"is {shown(node.value)}, which its tag !!{kind} does not fit; leave the tag out")
+            raise ConfigError(f"is {shown(node.value)}, which is not a finite number of the supported size")
+        raise ConfigError(f"is {shown(node.value)}, which is not a value of its tag !!{kind}; leave the tag out")
 
     def _refuse_tag(self, right: str = "leave it out") -> None:
         kinds = ("map",) if self.is_map else ("seq",) if self.is_list else _SCALARS
@@ -220,7 +221,7 @@ class YamlNode:
 
     @property
     def kind(self) -> str:
-        """Kind of the node, in words."""
+        """Kind of the node in words: a map, a list, a value or empty."""
         if isinstance(self.source, yaml.MappingNode):
             return "a map"
         if isinstance(self.source, yaml.SequenceNode):
@@ -246,7 +247,7 @@ class YamlNode:
         return nodes
 
     def entries(self) -> dict[str, YamlNode]:
-        """The nodes of a map by key, each once: what comes again is noted. ConfigError for anything else."""
+        """The nodes of a map by key; repeated keys are recorded as faults. ConfigError for anything else."""
         self._refuse_tag()
         if not isinstance(self.source, yaml.MappingNode):
             raise ConfigError(f"is {self.kind}, where a map (`key: value` lines) is expected")
@@ -275,28 +276,28 @@ class YamlNode:
         return nodes
 
     def known_entries(self, known: Iterable[str], required: Sequence[str] = ()) -> dict[str, YamlNode]:
-        """Places of a map by known key; unknown keys, and required ones that lack, are noted."""
+        """The nodes of a map by known key; unknown keys and missing required ones are recorded as faults."""
         names = list(known)
         nodes = self.entries()
         for key in [key for key in nodes if key not in names]:
-            self.reading.unknown_key(nodes.pop(key).where, key, names, f"known here are {listed(names)}")
+            self.reading.unknown_key(nodes.pop(key).where, key, names, f"known keys are {listed(names)}")
         for key in required:
             if key not in nodes:
                 self.reading.fault(self.where, f"has no `{key}:`; it is required")
         return nodes
 
     def plain(self) -> object:
-        """The whole node as dicts, lists and scalars; the lines of all its paths are kept."""
+        """The whole node as dicts, lists and scalars; records the lines of all its paths."""
         if self.is_map:
             return {key: node.plain() for key, node in self.entries().items()}
         return [node.plain() for node in self.items()] if self.is_list else self.scalar()
 
 
 def read_plain(text: str, name: str) -> tuple[Any, Mapping[str, int]]:
-    """A text as dicts, lists and scalars, None where it is empty; and the line of each path in it.
+    """A text as dicts, lists and scalars (None if it is empty), and the line of each path in it.
 
     Raises:
-        InvalidTextError: it has faults.
+        InvalidTextError: the text has faults.
     """
     reading = Reading()
     root = reading.compose(text)
@@ -310,7 +311,7 @@ def whole_characters(text: str) -> str:
     r"""Join the surrogate pairs that JSON writes for one character (``\ud83d\ude00``).
 
     Raises:
-        ConfigError: half of a pair stands alone. No UTF-8 holds it, so no prompt, reply or log line could.
+        ConfigError: one half of a pair stands alone. UTF-8 cannot encode it, so a prompt, reply or log line cannot.
     """
     if text.isascii() or not any(_is_surrogate(character) for character in text):
         return text
@@ -329,7 +330,7 @@ def _is_surrogate(character: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it, in YAML's words."""
+    """A value in YAML's notation, shortened for messages."""
     if value is None:
         return "empty"
     text = str(value).lower() if isinstance(value, bool) else repr(value)
@@ -337,19 +338,19 @@ def shown(value: object) -> str:
 
 
 def _tagged(tag: str) -> str:
-    """A half-sentence about a node's tag, as its author wrote it. Nothing is ever made of a value by its tag."""
+    """A predicate that rejects a node's tag, in the notation of the file. A tag never creates an object."""
     written = f"!!{tag.removeprefix(_TAG)}" if tag.startswith(_TAG) else tag
-    return f"has the tag {shown(written)}, and only plain data is read here"
+    return f"has the tag {shown(written)}, but only plain data is supported"
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file; of one that is larger than `MAX_BYTES`, as much as shows that it is.
+    """The text of a file, at most one byte more than `MAX_BYTES`, so that a reader can reject its size.
 
     Args:
-        what: what the file is, for the message.
+        what: kind of the file, for the message.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     try:
         with path.expanduser().open("rb") as file:
@@ -359,8 +360,8 @@ def read_text(path: Path, what: str) -> str:
 
 
 def text_of(data: bytes, name: str) -> str:
-    """The text in what was read from ``name``; UsageError where it is none."""
-    errors = "replace" if len(data) > MAX_BYTES else "strict"  # cut anywhere, and refused for its size
+    """Decode the content of a file; UsageError, with the file's ``name``, if it is not UTF-8."""
+    errors = "replace" if len(data) > MAX_BYTES else "strict"  # cut within a character, and rejected for its size
     try:
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:

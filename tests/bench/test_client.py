@@ -89,8 +89,8 @@ async def test_chunks_are_kept_apart_with_their_times() -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", "closed before the answer was whole"),
-        (b"", "closed before the answer was whole"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", "the connection closed before the answer was complete"),
+        (b"", "the connection closed before the answer was complete"),
         (b"SMTP ready\r\n\r\n", "the answer is not HTTP"),
     ],
 )
@@ -101,7 +101,7 @@ async def test_a_broken_response_reports_the_reason(answer: bytes, reason: str) 
 
 async def test_silence_ends_at_the_limit_and_the_connection_is_closed() -> None:
     async with listening(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n") as (target, _), Client(target) as client:
-        assert (await ask(client, limit_s=0.05)).error == "no whole answer within 0.05 s"
+        assert (await ask(client, limit_s=0.05)).error == "no complete answer within 0.05 s"
 
 
 async def test_a_refused_connection_is_an_error_of_the_exchange() -> None:

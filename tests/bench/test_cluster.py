@@ -34,9 +34,9 @@ def test_all_suites_boot_as_they_must_and_answer(capsys: pytest.CaptureFixture[s
     assert cells["resident / standby"] == ["3 / 1", "26 / 25", "1 / 8", "the same"]
     assert cells["VRAM, MB"] == ["2,400", "20,800", "800", "the same"]
     assert cells["co-activation warms, declared / done"] == ["2 / 0", "0 / 0", "8 / 8"]
-    assert cells["bootstrap, ms"][-1] == "9..88"
-    assert cells["requests/s, one at a time"][-1] == "208..217"
-    assert cells["a request, ms: p50 p95 p99"][-1] == f"p50 {NRT['call_ms']['p50']}"
+    assert cells["boot, ms"][-1] == "9..88"
+    assert cells["requests/s, sequential"][-1] == "208..217"
+    assert cells["latency, sequential, ms: p50 p95 p99"][-1] == f"p50 {NRT['call_ms']['p50']}"
 
 
 def test_a_count_that_is_not_right_is_a_fault() -> None:
@@ -50,12 +50,12 @@ def test_a_count_that_is_not_right_is_a_fault() -> None:
         "num_warms": suite.num_warms,
     }
     assert faults_of(suite, counts) == []
-    assert faults_of(replace(suite, num_resident=4), counts) == ["customer-support: num_resident is 3, not 4"]
+    assert faults_of(replace(suite, num_resident=4), counts) == ["customer-support: num_resident is 3; it must be 4"]
 
 
 def test_missing_examples_are_reported_with_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["bench", "cluster", "--examples", str(tmp_path)]) == 2
-    assert "give the examples' directory by --examples" in capsys.readouterr().err
+    assert "as --examples" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "num"), [("customer-support", 2), ("density-50", 25), ("warming-heavy", 8)])

@@ -50,8 +50,8 @@ def test_only_common_figures_are_compared_and_a_changed_machine_is_reported() ->
     slow, fast = Figure((1, 1, 1), is_more_better=True), Figure((2, 2, 2), is_more_better=True)
     found = changes({"machine copy": slow, "gone": slow, "same": slow}, {"same": slow, "machine copy": fast})
     assert [each.name for each in found] == ["machine copy", "same"]
-    assert "The machine itself moved" in text_of(found)
-    assert "The machine itself moved" not in text_of(found[1:])
+    assert "The speed of the machine changed" in text_of(found)
+    assert "The speed of the machine changed" not in text_of(found[1:])
 
 
 def written(path: Path, values: list[float]) -> str:
@@ -63,7 +63,7 @@ def written(path: Path, values: list[float]) -> str:
 def test_the_verb_fails_where_something_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = written(tmp_path / "slow.json", [10, 11, 12]), written(tmp_path / "fast.json", [20, 21, 22])
     assert invoke(["bench", "compare", slow, fast]) == 0
-    assert "1 better, 0 worse, of 1 figures" in capsys.readouterr().out
+    assert "1 better, 0 worse, of 1 metrics" in capsys.readouterr().out
     assert invoke(["bench", "compare", fast, slow, "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == [
         {"figure": "x1 tok/s", "before": 21.0, "after": 11.0, "ratio": 11 / 21, "verdict": "worse"}
@@ -74,8 +74,8 @@ def test_the_verb_fails_where_something_is_worse(tmp_path: Path, capsys: pytest.
     ("content", "message"),
     [
         ("no JSON", "cannot be read as a result"),
-        ("[]", "holds no figures"),
-        ('{"mean_ttft_ms": 3}', "have no figure in common: x1 tok/s and mean_ttft_ms"),
+        ("[]", "has no metrics"),
+        ('{"mean_ttft_ms": 3}', "have no metric in common: x1 tok/s and mean_ttft_ms"),
     ],
 )
 def test_what_is_no_result_is_one_line(

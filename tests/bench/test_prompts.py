@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.prompts import WORDS, Asking, Units, calibrate, prompt_of
+from lockstep.bench.prompts import WORDS, RequestTemplate, Units, calibrate, prompt_of
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import RemoteServer
 from lockstep.bench.samples import RandomLengths, Sample, TokenSegment, random_samples
@@ -50,7 +50,7 @@ def test_corrections_lengthen_or_shorten_the_last_segment_only() -> None:
 
 
 def test_a_body_asks_for_a_stream_with_usage_and_lets_extra_fields_win() -> None:
-    chat = Asking("m", True, 0.0, ignore_eos=True, extra=(("temperature", 0.5), ("top_k", 1))).body("hi", 7)
+    chat = RequestTemplate("m", True, 0.0, ignore_eos=True, extra=(("temperature", 0.5), ("top_k", 1))).body("hi", 7)
     assert chat == {
         "model": "m",
         "messages": [{"role": "user", "content": "hi"}],
@@ -61,8 +61,8 @@ def test_a_body_asks_for_a_stream_with_usage_and_lets_extra_fields_win() -> None
         "stream_options": {"include_usage": True},
         "top_k": 1,
     }
-    assert Asking("m", False).body([1, 2], 3)["prompt"] == [1, 2]
-    assert "temperature" not in Asking("m", False, None).body([1], 1)
+    assert RequestTemplate("m", False).body([1, 2], 3)["prompt"] == [1, 2]
+    assert "temperature" not in RequestTemplate("m", False, None).body([1], 1)
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -72,7 +72,7 @@ RANDOM = random_samples(12, RandomLengths(30, 4, range_ratio=0.3, prefix_tokens=
 def test_prompts_of_a_file_need_no_units(standin: Start) -> None:
     url, behaviour = standin()
     with RemoteServer(Target.parse(url)) as remote:
-        found = calibrate(remote, Asking(MODEL, True), CHAT, [Sample("as it is", 1)], 0)
+        found = calibrate(remote, RequestTemplate(MODEL, True), CHAT, [Sample("as it is", 1)], 0)
     assert found.units.method == "as given"
     assert behaviour.bodies == [], "nobody was asked"
 
@@ -80,7 +80,7 @@ def test_prompts_of_a_file_need_no_units(standin: Start) -> None:
 def test_completions_take_token_ids_where_the_server_does(standin: Start) -> None:
     url, _ = standin()
     with RemoteServer(Target.parse(url)) as remote:
-        found = calibrate(remote, Asking(MODEL, False), COMPLETIONS, RANDOM, 0)
+        found = calibrate(remote, RequestTemplate(MODEL, False), COMPLETIONS, RANDOM, 0)
     assert found.units.method == "exact: token ids"
     prompts = [prompt_of(sample, found.units, 0, found.corrections) for sample in RANDOM]
     assert [len(prompt) for prompt in prompts] == [sample.input_tokens for sample in RANDOM]
@@ -92,7 +92,7 @@ def test_words_are_counted_where_ids_are_not_taken_until_lengths_are_exact(
 ) -> None:
     url, _ = standin(takes_ids=False)
     with RemoteServer(Target.parse(url)) as remote:
-        found = calibrate(remote, Asking(MODEL, is_chat), path, RANDOM, 0)
+        found = calibrate(remote, RequestTemplate(MODEL, is_chat), path, RANDOM, 0)
     assert found.units.method == "exact: words counted by /tokenize"
     prompts = [prompt_of(sample, found.units, 0, found.corrections) for sample in RANDOM]
     assert [count_tokens(prompt) for prompt in prompts] == [sample.input_tokens for sample in RANDOM]
@@ -102,7 +102,7 @@ def test_words_are_estimated_where_only_usage_counts_tokens(standin: Start) -> N
     """By the difference that more of them make: the template's own tokens cancel out."""
     url, _ = standin(has_tokenize=False)
     with RemoteServer(Target.parse(url)) as remote:
-        found = calibrate(remote, Asking(MODEL, True), CHAT, RANDOM, 0)
+        found = calibrate(remote, RequestTemplate(MODEL, True), CHAT, RANDOM, 0)
     assert found.units.method.startswith("estimated")
     assert found.units.tokens_per_word == pytest.approx(1.0)
     assert found.corrections == {}

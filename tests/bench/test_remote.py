@@ -61,16 +61,24 @@ def streamed(remote: RemoteServer) -> str:
             RemoteServer.models,
             "did not answer with JSON; is this an OpenAI-",
         ),
-        (response("200 OK", b'["alpha"]'), RemoteServer.models, "/v1/models is no list of models; is this an OpenAI-"),
-        (response("200 OK", b'{"data": {}}'), RemoteServer.models, "/v1/models is no list of models"),
-        (response("200 OK", b'{"data": []}'), lambda remote: remote.model_or_first(None), "serves no model; give one"),
+        (
+            response("200 OK", b'["alpha"]'),
+            RemoteServer.models,
+            "/v1/models is not a list of models; is it OpenAI-",
+        ),
+        (response("200 OK", b'{"data": {}}'), RemoteServer.models, "/v1/models is not a list of models"),
+        (response("200 OK", b'{"data": []}'), lambda remote: remote.model_or_first(None), "name one with --model"),
         (response("500 Oh", b"boom", "text/plain"), RemoteServer.models, "/v1/models answered 500: boom"),
         (response("500 Oh", b"", "text/plain"), RemoteServer.models, "/v1/models answered 500: no reason given"),
-        (response("401 No", b"{}"), RemoteServer.models, "; give the server's key by --api-key or OPENAI_API_KEY"),
-        (response("403 No", b"{}"), RemoteServer.models, "; give another key by --api-key or OPENAI_API_KEY"),
+        (response("401 No", b"{}"), RemoteServer.models, "--api-key or OPENAI_API_KEY"),
+        (response("403 No", b"{}"), RemoteServer.models, "another key with --api-key or OPENAI_API_KEY"),
         (b"", RemoteServer.models, "the connection to http://127.0.0.1:"),
-        (events(b'{"choices": [{"index": 0, "text": "a"}]}'), streamed, "broke off in the middle of the answer"),
-        (events(b"{"), streamed, "an event of the stream is no completion chunk"),
+        (
+            events(b'{"choices": [{"index": 0, "text": "a"}]}'),
+            streamed,
+            "ended the stream before the answer was complete",
+        ),
+        (events(b"{"), streamed, "an event of the stream is not a completion chunk"),
         (
             response("400 Bad", b'{"error": {"message": "too long"}}'),
             streamed,
@@ -124,6 +132,6 @@ def test_follow_yields_lines_and_raises_when_the_server_refuses() -> None:
         assert list(remote.follow("/v1/events")) == [": watching", "", "event: hop"]
     with (
         answering(response("401 Unauthorized", b'{"error": {"message": "no"}}')) as remote,
-        pytest.raises(RemoteError, match="answered 401: no; give the server's key"),
+        pytest.raises(RemoteError, match="answered 401: no; set the server's key"),
     ):
         list(remote.follow("/v1/events"))

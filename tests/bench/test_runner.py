@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.bench.protocol import Target
-from lockstep.bench.runner import PlannedRequest, Watch, arrival_times, progress, run_load
+from lockstep.bench.runner import PlannedRequest, RunProgress, arrival_times, run_load, shown_progress
 from tests.bench.conftest import Start
 from tests.bench.standin import MODEL
 from tests.terminals import Terminal
@@ -61,7 +61,7 @@ def test_requests_are_sent_when_they_are_due_and_counted_from_then(standin: Star
     url, behaviour = standin()
     target = Target.parse(url)
     jobs = [job(target, due_s) for due_s in (0.0, 0.1, 0.2)]
-    run = run_load([target], jobs, None, Watch(len(jobs)))
+    run = run_load([target], jobs, None, RunProgress(len(jobs)))
     assert [outcome.is_success for outcome in run.finished] == [True, True, True]
     starts = [outcome.start_s - run.finished[0].start_s for outcome in run.finished]
     assert starts == pytest.approx([0.0, 0.1, 0.2]), "latencies count from when a request was due"
@@ -77,7 +77,7 @@ def test_a_run_is_the_same_whether_requests_are_prepared_and_answers_kept_or_not
     """Beyond the bounds requests are written just before they are due, and answers read while others come."""
     url, behaviour = standin()
     target = Target.parse(url)
-    watch = Watch(6)
+    watch = RunProgress(6)
     run = run_load([target], [job(target) for _ in range(6)], 2, watch, most_bytes)
     assert [(outcome.is_success, outcome.output_tokens) for outcome in run.finished] == [(True, 4)] * 6
     assert (watch.num_done, watch.num_failed) == (6, 0)
@@ -89,7 +89,7 @@ def test_what_fails_is_counted_while_the_run_lasts(standin: Start) -> None:
     url, _ = standin(fail_every=2)
     target = Target.parse(url)
     seen: list[tuple[int, int]] = []
-    watch = Watch(4, on_report=lambda watch: seen.append((watch.num_done, watch.num_failed)))
+    watch = RunProgress(4, on_report=lambda watch: seen.append((watch.num_done, watch.num_failed)))
     run = run_load([target], [job(target) for _ in range(4)], 1, watch)
     assert [outcome.is_success for outcome in run.finished].count(False) == 2
     assert seen[0] == (0, 0)
@@ -97,12 +97,12 @@ def test_what_fails_is_counted_while_the_run_lasts(standin: Start) -> None:
 
 
 def test_progress_is_drawn_for_a_person_only() -> None:
-    for is_wanted, stream in ((True, io.StringIO()), (False, Terminal())):
-        with contextlib.redirect_stderr(stream), progress(3, is_wanted) as watch:
+    for is_shown, stream in ((True, io.StringIO()), (False, Terminal())):
+        with contextlib.redirect_stderr(stream), shown_progress(3, is_shown) as watch:
             watch.on_report(watch)
         assert stream.getvalue() == ""
     terminal = Terminal()
-    with contextlib.redirect_stderr(terminal), progress(3, True) as watch:
+    with contextlib.redirect_stderr(terminal), shown_progress(3, True) as watch:
         watch.num_done, watch.num_failed = 2, 1
         watch.on_report(watch)
     assert "requests (1 failed)" in terminal.getvalue()

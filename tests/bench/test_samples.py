@@ -31,7 +31,12 @@ def test_a_ratio_of_zero_makes_all_lengths_equal() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "message"),
-    [((0, 1), "begin at 1"), ((1, 0), "begin at 1"), ((1, 1, 1.0), "below 1"), ((1, 1, 0.0, -1), "begin at 1")],
+    [
+        ((0, 1), "must be from 1"),
+        ((1, 0), "must be from 1"),
+        ((1, 1, 1.0), "below 1"),
+        ((1, 1, 0.0, -1), "must be from 1"),
+    ],
 )
 def test_impossible_lengths_are_refused(lengths: tuple[int, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -49,11 +54,11 @@ def test_lines_of_json_are_prompts_or_conversations() -> None:
     [
         ("{", r"f\.jsonl:1: not JSON"),
         ("[]", r"f\.jsonl:1: not a JSON object"),
-        ('{"prompt": ""}', "neither"),
-        ('{"messages": [1]}', "neither"),
+        ('{"prompt": ""}', "must have a"),
+        ('{"messages": [1]}', "must have a"),
         ('{"prompt": "a", "output_tokens": 0}', "output_tokens is 0"),
         ('{"prompt": "a", "output_tokens": true}', "output_tokens is True"),
-        ("", "holds no request"),
+        ("", "has no requests"),
     ],
 )
 def test_a_wrong_line_is_named(line: str, message: str) -> None:
@@ -100,7 +105,7 @@ def test_a_workload_shares_the_blocks_that_it_names_and_nothing_behind_them(tmp_
 
 def test_arrivals_in_ticks_have_no_time(tmp_path: Path) -> None:
     text = '{"requests": [{"id": 1, "prompt_tokens": 4, "max_output_tokens": 2, "arrival_tick": 3}]}'
-    with pytest.raises(TraceError, match="needs arrival_ms"):
+    with pytest.raises(TraceError, match="requires arrival_ms"):
         trace_samples(written(tmp_path, text), ReadOptions())
 
 
@@ -112,5 +117,5 @@ def test_a_missing_trace_is_named(tmp_path: Path) -> None:
 def test_a_trace_whose_times_are_ticks_of_a_simulation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "workload.json"
     path.write_text('{"requests": [{"id": "r", "prompt_tokens": 3, "max_output_tokens": 2, "arrival_tick": 1}]}')
-    with pytest.raises(TraceError, match="counts arrivals in ticks of a simulation; a server needs arrival_ms"):
+    with pytest.raises(TraceError, match="has arrivals in ticks of a simulation"):
         trace_samples(path, ReadOptions())

@@ -138,7 +138,7 @@ def test_conversations_need_the_endpoint_of_chats(
     lines.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     url, behaviour = standin()
     bench(url, "--dataset", f"jsonl:{lines}", "--backend", "openai", code=2)
-    assert "which need --backend openai-chat" in capsys.readouterr().err
+    assert "--backend openai-chat" in capsys.readouterr().err
     assert behaviour.bodies == []
 
 
@@ -149,7 +149,7 @@ def test_failures_are_counted_with_their_reasons(standin: Start, capsys: pytest.
     result = json.loads(printed.out)
     assert (result["completed"], result["failed"]) == (4, 4)
     assert "  2 x HTTP 503: the queue is full\n" in printed.err
-    assert "  2 x in mid-stream: the worker was lost\n" in printed.err
+    assert "  2 x error within the stream: the worker was lost\n" in printed.err
 
 
 def test_all_failed_is_exit_code_1(standin: Start, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +201,7 @@ def test_ctrl_c_prints_what_was_measured(standin: Start) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--dataset", "sharegpt"), "it is random, trace:FILE or jsonl:FILE"),
+        (("--dataset", "sharegpt"), "it must be random, trace:FILE or jsonl:FILE"),
         (("--dataset", "trace:/no/such"), "cannot be read"),
         (("--goodput", "itl:5"), "write ttft:500,tpot:50"),
         (("tpot:50",), "unexpected argument 'tpot:50'"),
@@ -209,14 +209,14 @@ def test_ctrl_c_prints_what_was_measured(standin: Start) -> None:
         (("--max-concurrency", "0"), "must be at least 1"),
         (("--num-prompts", "0"), "must be from 1"),
         (("--seed", "-1"), "must not be negative"),
-        (("--backend", "openai", "--endpoint", "/v1/chat/completions"), "is that of --backend openai-chat"),
+        (("--backend", "openai", "--endpoint", "/v1/chat/completions"), "requires --backend openai-chat"),
         (("--endpoint", "/v1/embeddings"), "must end with /v1/chat/completions or /v1/completions"),
         (("--extra-body", "[]"), "must be a JSON object"),
         (("--base-url", "ftp://x"), "must look like http://127.0.0.1:9000"),
         (("--metric-percentiles", "x"), "numbers from 0 to 100"),
-        (("--burstiness", "2"), "it needs a --request-rate"),
-        (("--trace-speed", "2"), "need --dataset trace:FILE"),
-        (("--trace-spread",), "need --dataset trace:FILE"),
+        (("--burstiness", "2"), "requires --request-rate"),
+        (("--trace-speed", "2"), "require --dataset trace:FILE"),
+        (("--trace-spread",), "require --dataset trace:FILE"),
         (("--dataset", "trace:x", "--request-rate", "2"), "has its own times; see --trace-speed"),
         (("--base-url", "http://127.0.0.1:9"), "is the server running?"),
     ],

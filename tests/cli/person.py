@@ -45,7 +45,7 @@ class Person:
         self._program = Program(words, (inner, inner, inner), environment, main=main, is_on_terminal=True)
         os.close(inner)
         self._unread = ""
-        self.greeting = self.sees("/bye or Ctrl-D leaves.")
+        self.greeting = self.sees("/bye or Ctrl-D exits.")
 
     def types(self, text: str) -> None:
         """A line, and Enter."""

@@ -78,10 +78,10 @@ def test_ctrl_c_stops_the_answer_and_the_servers_generation(url: str, behaviour:
     ("arguments", "behaves", "message"),
     [
         (("--model", "beta"), {}, "answered 404: The model `beta` does not exist."),
-        ((), {"api_key": "secret"}, "answered 401: the key is missing or wrong; give the server's key by --api-key"),
+        ((), {"api_key": "secret"}, "answered 401: the key is missing or wrong; set the server's key with --api-key"),
         (("--api-key", "wrong"), {"api_key": "secret"}, "answered 401"),
         ((), {"break_every": 1}, "ended the answer: the worker was lost"),
-        (("--raw", "--system", "x"), {}, "--system has no place"),
+        (("--raw", "--system", "x"), {}, "--system does not apply to --raw"),
         (("--extra-body", "x"), {}, "--extra-body is 'x'; it must be a JSON object"),
     ],
 )

@@ -33,7 +33,7 @@ def test_keep_leaves_the_server_up_until_an_interrupt() -> None:
     command = [*DEMO, "--keep", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        url = next(found[1] for line in process.stdout if (found := re.search(r"stays up on (http://\S+)/v1", line)))
+        url = next(found[1] for line in process.stdout if (found := re.search(r"serving on (http://\S+)/v1", line)))
         try:
             models = [model["id"] for model in httpx2.get(f"{url}/v1/models", trust_env=False).json()["data"]]
             assert models == ["router", "billing", "technical", "legal", "fallback"]
@@ -68,13 +68,13 @@ def test_the_demo_routes_its_messages_judges_its_answers_and_ends() -> None:
     assert len(routes) == 5
     assert "│ requests_total      │ 6" in done.stdout
     said = " ".join(done.stdout.split())
-    places = re.findall(r"its session: place (\w+), (\d+) tokens on the device, (\d+) in host memory", said)
+    places = re.findall(r"session: place (\w+), (\d+) tokens on the device, (\d+) in host memory", said)
     (before, held, _), (away, left, stored), (back, again, _) = places
     assert (before, away, back) == ("device", "host", "device")
     assert (int(held) > 0, int(left), int(stored) > 0, int(again) > 0) == (True, 0, True, True)
-    [cached] = re.findall(r"; (\d+) prompt tokens were not computed again", said)
+    [cached] = re.findall(r"; (\d+) prompt tokens were reused", said)
     assert int(cached) > 0
-    assert "all of it computed: the same answer, byte by byte" in said
+    assert "every token computed: the same answer, byte by byte" in said
     assert re.search(r"dashboard while it runs: http://127.0.0.1:\d+/", done.stdout)
     assert " turns, identical" in done.stdout
     verdicts = done.stdout.partition("the gate: this server against itself")[2].splitlines()
@@ -82,7 +82,7 @@ def test_the_demo_routes_its_messages_judges_its_answers_and_ends() -> None:
     assert [line.split(";")[0] for line in verdicts if "answers are the same" in line] == [
         "  12 of 12 answers are the same"
     ] * 2
-    assert "  what changed: max_chunk_tokens, from 256 to 16" in verdicts
+    assert "  changed setting: max_chunk_tokens, from 256 to 16" in verdicts
     assert "measured and judged: p95 first token" in said
-    assert "not judged by the policy: a prediction" in said
+    assert "prediction from the baseline's recording" in said
     assert "p95 first token" in done.stdout

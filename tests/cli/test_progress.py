@@ -51,7 +51,7 @@ def test_each_loading_stage_prints_a_line_and_a_reminder_when_it_lasts() -> None
     tell("b", "trial", 0.0)
     assert lines() == [
         "a: fetching model.gguf, 25% done after 5 s",
-        "b: loading it on trial in a process of its own, as this machine never ran it",
+        "b: loading it in a trial process, because this machine never ran it",
     ]
     tell("a", "pack", 0.0)
     watch.now_s += 7.0
@@ -59,7 +59,7 @@ def test_each_loading_stage_prints_a_line_and_a_reminder_when_it_lasts() -> None
     assert lines() == [
         "a: packing its weights",
         "a: packing its weights, for 7 s",
-        "b: loading it on trial in a process of its own, as this machine never ran it, for 7 s",
+        "b: loading it in a trial process, because this machine never ran it, for 7 s",
     ]
     tell("a", "ready", 1.0)
     tell("b", "ready", 1.0)
@@ -94,7 +94,7 @@ def test_a_terminal_has_bars_and_keeps_what_is_done(capsys: pytest.CaptureFixtur
 def test_a_log_for_machines_has_no_bars(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lockstep")
     with contextlib.redirect_stderr(Terminal()) as terminal:
-        progress = ServingProgress.for_this("json")
+        progress = ServingProgress.of_process("json")
         progress.update("a", "pack", 0.0)
     assert terminal.getvalue() == ""
     assert caplog.messages == ["a: packing its weights"]

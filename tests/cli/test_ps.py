@@ -37,7 +37,7 @@ def test_a_running_cluster_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         ["specialists.legal", "standby", "standby", "800", "MB", "-", "0"],
     ]
     assert any(line.startswith("gpu_budget: 2.4 GB of ") for line in shown)
-    assert shown[-1] == "counted: nothing yet"
+    assert shown[-1] == "counters: all zero"
 
 
 def test_a_server_of_one_model_is_shown_without_bounds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,8 +74,8 @@ def test_an_unreachable_server_is_reported(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_budget_that_was_cut_shows_its_declared_size() -> None:
     shown = text_of(Managed().snapshot())
-    assert "gpu_budget: 40 B of 80 B in use, cut from 100 B to what the machine has" in shown
-    assert "counted: requests_total 3" in shown
+    assert "gpu_budget: 40 B of 80 B in use, reduced from 100 B to the machine's memory" in shown
+    assert "counters: requests_total 3" in shown
     assert "far        remote    remote            -         -" in shown
 
 
@@ -127,7 +127,7 @@ def test_a_host_is_drained_until_its_replicas_have_left_and_may_have_some_again(
         ]
         assert list(cluster.drained) == ["a"]
         assert invoke(["ps", "--undrain", "a", "--base-url", server.url]) == 0
-        assert capsys.readouterr().out == "a may have replicas again\n"
+        assert capsys.readouterr().out == "a is no longer drained\n"
         assert cluster.drained == {}
 
 
@@ -135,11 +135,11 @@ def test_what_has_not_left_in_time_is_named_and_seen_by_the_exit_code(capsys: py
     with hosted(Hosted()) as server:
         assert invoke(["ps", "--drain", "b", "--wait", "0.2", "--base-url", server.url]) == EXIT_LEFT
         assert capsys.readouterr().out.splitlines() == [
-            "b is drained; replicas that are on it still after 0.2 s: 1",
+            "b is draining; replicas left on it after 0.2 s: 1",
             "router#1 is loading: the model is loading",
         ]
         assert invoke(["ps", "--drain", "b", "--wait", "0", "--base-url", server.url]) == 0
-        assert "to leave it: 1; `lockstep ps` shows when they have" in capsys.readouterr().out
+        assert "left on it: 1; `lockstep ps` shows the progress" in capsys.readouterr().out
         assert invoke(["ps", "--drain", "b", "--wait", "0.2", "--json", "--base-url", server.url]) == EXIT_LEFT
         told = json.loads(capsys.readouterr().out)
         assert (told["host"], told["is_empty"]) == ("b", False)
@@ -163,8 +163,8 @@ def test_a_server_without_hosts_drains_none(capsys: pytest.CaptureFixture[str]) 
     ("flags", "message"),
     [
         (["--drain", "a", "--undrain", "b"], "--drain and --undrain are both given"),
-        (["--wait", "3"], "--wait is given without --drain HOST"),
-        (["--undrain", "a", "--wait", "3"], "--wait is given without --drain HOST"),
+        (["--wait", "3"], "--wait requires --drain HOST"),
+        (["--undrain", "a", "--wait", "3"], "--wait requires --drain HOST"),
     ],
 )
 def test_flags_that_do_not_fit_each_other_are_refused(

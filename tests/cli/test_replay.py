@@ -115,8 +115,8 @@ def test_two_runs_are_two_reports(trace: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "name one file: `lockstep replay FILE`, or --input FILE"),
-        (["FILE", "--input", "other"], "name one file"),
+        ([], "give exactly one file: `lockstep replay FILE`, or --input FILE"),
+        (["FILE", "--input", "other"], "give exactly one file"),
         (["absent.json"], "absent.json"),
         (["FILE", "--set", "max_num_seq=3"], "'max_num_seq'; did you mean max_num_seqs"),
         (["FILE", "--set-b", "order=best"], "order is 'best'; it must be fcfs, priority or fair"),
@@ -128,8 +128,8 @@ def test_two_runs_are_two_reports(trace: str, capsys: pytest.CaptureFixture[str]
         (["FILE", "--cost", "absent"], "absent: cannot read the cost model"),
         (["FILE", "--speed", "0"], "the speed is 0.0; it must be positive"),
         (["FILE", "--limit", "0"], "--limit"),
-        (["FILE", "--output", "."], ".: the report cannot be written there: it is a directory; name a file in it"),
-        (["FILE", "--ticks"], "say where it goes with --output FILE, or --json"),
+        (["FILE", "--output", "."], ".: the report cannot be written there: it is a directory; give a file in it"),
+        (["FILE", "--ticks"], "--ticks requires --output FILE or --json"),
     ],
 )
 def test_whatever_is_wrong_is_one_line_and_exit_code_2(
@@ -210,7 +210,7 @@ def test_ticks_of_a_long_replay_need_the_ticks_flag(tmp_path: Path) -> None:
     assert len(replayed(idle_for(10_000), tmp_path)["ticks"]) == 10_000
     report = replayed(idle_for(10_001), tmp_path)
     assert (report["ticks"], report["outcomes"]) == (None, None)
-    assert report["notes"] == ["ticks are left out of the JSON, since there are 10,001; --ticks puts them in"]
+    assert report["notes"] == ["the JSON report has no ticks, because there are 10,001; --ticks includes them"]
     report = replayed(idle_for(10_001), tmp_path, "--ticks")
     assert (len(report["ticks"]), report["notes"]) == (10_001, [])
 
@@ -253,6 +253,6 @@ def test_what_is_for_several_replicas_is_refused_where_there_is_one(
     trace: str, capsys: pytest.CaptureFixture[str], flags: tuple[str, str]
 ) -> None:
     assert invoke(["replay", trace, *flags]) == 2
-    assert f"{flags[0]} is for several replicas; say how many with --replicas N" in capsys.readouterr().err
+    assert f"{flags[0]} requires --replicas N" in capsys.readouterr().err
     assert invoke(["replay", trace, "--replicas", "2", *flags]) == 0
     assert "2 replicas" in capsys.readouterr().out

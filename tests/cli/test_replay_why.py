@@ -110,7 +110,7 @@ def test_diff_of_two_workloads(call: Call, file: Path, tmp_path: Path) -> None:
     assert code == 1
     assert "admits r40" in out or "has nothing to do" in out
     assert call("diff", file, file)[0] == 0
-    assert "each side has its own" in call("diff", file, other, "--reproducer", tmp_path / "x.json")[2]
+    assert "requires one workload for both sides" in call("diff", file, other, "--reproducer", tmp_path / "x.json")[2]
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_an_invalid_config_file_is_reported_in_one_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("diff", "w.json"), "there is nothing to compare"),
-        (("diff", "a.yaml", "--workload", "w.json"), "compares two configs"),
+        (("diff", "w.json"), "nothing to be compared with"),
+        (("diff", "a.yaml", "--workload", "w.json"), "requires two configs"),
         (("diff", "w.json", "--set-b", "max_num_sequences=3"), "did you mean max_num_seqs"),
         (("sweep", "w.json"), "no grid to sweep"),
-        (("sweep", "w.json", "--grid", "max_num_seqs=1,2", "--set", "max_num_seqs=3"), "by --set and by --grid"),
+        (("sweep", "w.json", "--grid", "max_num_seqs=1,2", "--set", "max_num_seqs=3"), "in --set and in --grid"),
         (("sweep", "w.json", "--grid", "max_num_seqs=1", "--slo", "speed:3"), "write ttft:500,tpot:50"),
         (("sweep", "w.json", "--grid", "max_num_seqs=1", "--objective", "ttft"), "no report has a metric 'ttft'"),
     ],

@@ -64,7 +64,7 @@ def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
     before = part.read_bytes()
 
     for arguments, message in (
-        ((str(source), str(target), "stub://a?step_ms=20"), "say --resume, or remove it"),
+        ((str(source), str(target), "stub://a?step_ms=20"), "add --resume, or delete the file"),
         ((str(source), str(target), "stub://b", "--resume"), "belongs to another input"),
     ):
         refused = run(*arguments, *NAMED)
@@ -84,7 +84,7 @@ def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
         (b"", "the file has no requests"),
         (b"{oops\n", "line 1: the line is not valid JSON"),
         (jsonl([line(0), line(0)]), "line 2: custom_id 'request-0' is also used in line 1"),
-        (jsonl([line(0, model="gpt-4o")]), "line 1: model is 'gpt-4o', and it is 'pocket' here"),
+        (jsonl([line(0, model="gpt-4o")]), "line 1: model is 'gpt-4o'; it must be 'pocket'"),
     ],
 )
 def test_invalid_input_is_rejected_before_the_model_is_loaded(
@@ -104,7 +104,7 @@ def test_arguments_are_flags_as_well() -> None:
     for positional, given, message in (
         (("a", "b", None), (None, None, None), "MODEL is missing"),
         ((None, None, None), (None, "b", "c"), "IN is missing"),
-        (("a", "b", "c"), (None, None, "d"), "'c' is one argument too many"),
+        (("a", "b", "c"), (None, None, "d"), "unexpected argument 'c'"),
     ):
         with pytest.raises(UsageError, match=message):
             arguments_of(positional, given)
@@ -114,8 +114,8 @@ def test_arguments_are_flags_as_well() -> None:
     ("arguments", "message"),
     [
         (("no-such.jsonl", "out"), "no-such.jsonl cannot be read: No such file"),
-        (("in.jsonl", "-", "--resume"), "--resume has nothing to go on with"),
-        (("in.jsonl", "out.jsonl", "--resume"), "nothing was broken off"),
+        (("in.jsonl", "-", "--resume"), "--resume requires a file as OUT"),
+        (("in.jsonl", "out.jsonl", "--resume"), "of an interrupted run; remove the flag"),
         (("in.jsonl", "in.jsonl"), "the output cannot be written there"),
     ],
 )

@@ -30,7 +30,7 @@ from lockstep.cli.serve_flags import (
     RecordFlags,
     ReportFlags,
     WorkerFlags,
-    answers_to,
+    foreign_flag_warnings,
 )
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import InvalidTextError, UsageError
@@ -98,7 +98,7 @@ def test_without_a_model_pocket_is_served_with_a_warning() -> None:
         answer = client.post("/v1/chat/completions", json=json.loads(shlex.split(command)[-1]))
         assert answer.json()["model"] == "pocket"
         [warning] = [line for line in server.stderr.splitlines() if "WARNING" in line]
-    assert "no MODEL is given: pocket answers, the embedded demo model" in warning
+    assert "no MODEL is given: serving pocket" in warning
 
 
 def test_a_second_port_is_the_one_of_addr(flagged: ServerProcess) -> None:
@@ -109,7 +109,7 @@ def test_flags_without_effect_are_logged_once(flagged: ServerProcess) -> None:
     warnings = [line for line in flagged.stderr.splitlines() if " WARNING " in line]
     assert len(warnings) == 2
     assert "--gpu-memory-utilization has no effect: no GPU memory is reserved" in warnings[0]
-    assert "--trust-remote-code has no effect: no code of a model is ever run" in warnings[1]
+    assert "--trust-remote-code has no effect: code of models is never run" in warnings[1]
 
 
 def test_a_stream_interval_makes_fewer_frames_of_the_same_text() -> None:
@@ -135,15 +135,15 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((STUB, "--manifest", "cluster.yaml"), "serve one model, or a manifest of many"),
-        ((STUB, "--backend", "stub"), "--backend applies to a manifest's models"),
-        ((STUB, "--watch"), "--watch applies to a manifest's models"),
-        ((STUB, "--allow-any-source"), "--allow-any-source applies to a manifest's models"),
+        ((STUB, "--manifest", "cluster.yaml"), "give only one of them"),
+        ((STUB, "--backend", "stub"), "--backend requires --manifest FILE"),
+        ((STUB, "--watch"), "--watch requires --manifest FILE"),
+        ((STUB, "--allow-any-source"), "--allow-any-source requires --manifest FILE"),
         (("--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
         (("", "--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
-        (("",), "MODEL is empty; give one to serve, or --manifest FILE"),
-        (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name applies to one model"),
-        (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template applies to one model"),
+        (("",), "MODEL is empty; give a model, --manifest FILE"),
+        (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name does not apply to --manifest"),
+        (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template does not apply to --manifest"),
         (
             ("--manifest", "c.yaml", "--backend", "mock"),
             "--backend is 'mock'; it must be auto, stub, pocket or the source of one model (a path, hf://org/name, ",
@@ -357,8 +357,8 @@ def test_a_variable_may_hold_several_keys() -> None:
 
 
 def test_harmless_values_of_foreign_flags_pass() -> None:
-    assert answers_to(ForeignFlags()) == []
-    assert answers_to(ForeignFlags(dtype="auto", tensor_parallel_size=1, load_format="auto")) == []
+    assert foreign_flag_warnings(ForeignFlags()) == []
+    assert foreign_flag_warnings(ForeignFlags(dtype="auto", tensor_parallel_size=1, load_format="auto")) == []
 
 
 def test_no_foreign_flag_is_ignored_in_silence() -> None:
@@ -367,7 +367,7 @@ def test_no_foreign_flag_is_ignored_in_silence() -> None:
     for name, hint in get_type_hints(ForeignFlags).items():
         kind = (get_args(hint) or (hint,))[0]
         try:
-            answers = answers_to(ForeignFlags(**{name: samples[kind]}))
+            answers = foreign_flag_warnings(ForeignFlags(**{name: samples[kind]}))
         except UsageError as error:
             answers = [str(error)]
         assert any("--" + name.replace("_", "-") in answer for answer in answers), name

@@ -11,7 +11,7 @@ import typer
 
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.main import command_of, invoke
-from lockstep.cli.serve import decided_options
+from lockstep.cli.serve import engine_options
 from lockstep.cli.serve_flags import ENGINE
 from lockstep.cluster.manifest_keys import engine_keys
 from lockstep.core.policy import SchedulerConfig
@@ -78,7 +78,7 @@ def engine_of(*arguments: str) -> EngineOptions:
 
     @with_flags
     def command(*, engine: Annotated[EngineOptions, ENGINE]) -> None:
-        made.append(decided_options(engine))
+        made.append(engine_options(engine))
 
     reader = typer.Typer()
     reader.command()(command)
@@ -168,7 +168,7 @@ def test_a_key_without_a_recording_is_refused_and_so_is_one_that_is_none(
 ) -> None:
     missing = str(tmp_path / "missing")
     assert invoke(["serve", STUB, "--trace-key", missing]) == 2
-    assert "--trace-key applies to a recording; give --trace DIR, or leave it out" in capsys.readouterr().err
+    assert "--trace-key requires --trace DIR" in capsys.readouterr().err
     assert invoke(["serve", STUB, "--trace", str(tmp_path / "flight"), "--trace-key", missing]) == 2
     assert "the recording's key cannot be read: No such file or directory" in capsys.readouterr().err
 
@@ -188,7 +188,7 @@ def test_a_file_with_two_names_of_one_flag_is_rejected(tmp_path: Path, capsys: p
     path = tmp_path / "serve.yaml"
     path.write_text("order: fcfs\nscheduling_policy: fair\n")
     assert invoke(["serve", STUB, "--config", str(path)]) == 2
-    assert "'order' and 'scheduling-policy' are names of one flag" in capsys.readouterr().err
+    assert "'order' and 'scheduling-policy' are names of the same flag" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 64, 512, 4096])
@@ -205,9 +205,9 @@ def test_a_step_has_room_for_any_number_of_sequences(max_num_seqs: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kv-events-replay", "tcp://127.0.0.1:5558"], "--kv-events-replay applies to KV events"),
-        (["--kv-events-topic", "kv@{model}"], "--kv-events-topic applies to KV events"),
-        (["--kv-events-allow-remote"], "--kv-events-allow-remote applies to KV events"),
+        (["--kv-events-replay", "tcp://127.0.0.1:5558"], "--kv-events-replay requires --kv-events ENDPOINT"),
+        (["--kv-events-topic", "kv@{model}"], "--kv-events-topic requires --kv-events ENDPOINT"),
+        (["--kv-events-allow-remote"], "--kv-events-allow-remote requires --kv-events ENDPOINT"),
         (["--kv-events", "tcp://*:5557"], "which other machines can reach"),
         (["--kv-events", "127.0.0.1:5557"], "it must be tcp://HOST:PORT or ipc://PATH"),
     ],

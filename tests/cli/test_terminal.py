@@ -26,7 +26,7 @@ ENDLESS = ("--ignore-eos", "--max-tokens", "2000")
 
 def saved(person: Person, path: Path) -> list[dict[str, str]]:
     person.types(f"/save {path}")
-    person.sees(f"messages are in {path}")
+    person.sees(f"messages to {path}")
     messages: list[dict[str, str]] = json.loads(path.read_text())
     return messages
 
@@ -35,7 +35,9 @@ def test_commands_are_obeyed_and_never_sent(tmp_path: Path, url: str, behaviour:
     file = tmp_path / "said.json"
     with Person(tmp_path, "chat", "--base-url", url, "--system", "be brief", "--max-tokens", "1") as person:
         person.types("/claer")
-        person.sees("error: there is no command /claer. did you mean /clear? To send a message that begins so, type //")
+        person.sees(
+            "error: there is no command /claer. did you mean /clear? To send a message that begins with it, type //"
+        )
         person.types("/set temprature 1")
         person.sees("there is no parameter temprature. did you mean temperature?")
         person.types("/set temperature warm")
@@ -67,11 +69,11 @@ def test_commands_are_obeyed_and_never_sent(tmp_path: Path, url: str, behaviour:
         person.types("anew")
         person.sees("word0")
         person.types(f"/load {file}")
-        person.sees("5 messages were read")
+        person.sees("loaded 5 messages")
         person.types("on")
         person.sees("word0")
         person.types(f"/save --force {file}")
-        person.sees("7 messages are in")
+        person.sees("saved 7 messages to")
         assert person.leaves("/quit\r") == 0
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [file.name]
     first, second, third, fourth = behaviour.measured()
@@ -131,12 +133,12 @@ def test_ctrl_c_at_the_prompt_takes_the_line_and_twice_leaves(tmp_path: Path) ->
         person.presses("never sent")
         person.sees("never sent")
         person.presses(CTRL_C)
-        person.sees("(Ctrl-C once more within two seconds leaves")
+        person.sees("(to exit: Ctrl-C again within two seconds")
         person.types("sent")
         person.sees("[stub:alpha] ok len=4 max=")
         person.sees(">")
         person.presses(CTRL_C)
-        person.sees("(Ctrl-C once more within two seconds leaves")
+        person.sees("(to exit: Ctrl-C again within two seconds")
         assert person.leaves(CTRL_C) == 0
         assert "nothing is left" in person.has_seen
         assert "Traceback" not in person.has_seen
@@ -200,16 +202,16 @@ def test_a_pipe_is_read_by_lines_and_ends_at_its_first_error() -> None:
         "run", "stub://alpha", "--max-tokens", "2", stdin='/set max_tokens 3\nhello\n"""a\nb"""\n/nothing\nnever\n'
     )
     assert (result.returncode, result.stdout) == (2, "[st\n[st\n")
-    assert result.stderr.startswith("lockstep: error: there is no command /nothing. /help lists them all.")
+    assert result.stderr.startswith("lockstep: error: there is no command /nothing. /help lists all commands.")
     unended = run("run", "stub://alpha", stdin='"""a\nb')
     assert (unended.returncode, unended.stdout) == (2, "")
-    assert "never ends" in unended.stderr
+    assert "has no end" in unended.stderr
 
 
 def test_commands_that_need_a_chat_template_are_rejected_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["run", "stub://alpha", "--raw", "--system", "x", "-p", "y"]) == 2
-    assert "--system needs a chat template" in capsys.readouterr().err
-    for command, message in (("/system x", "needs a chat template"), ("/save x", "no conversation to save")):
+    assert "requires a chat template" in capsys.readouterr().err
+    for command, message in (("/system x", "requires a chat template"), ("/save x", "/save requires a chat template")):
         result = run("run", "stub://alpha", "--raw", stdin=f"{command}\n")
         assert result.returncode == 2
         assert message in result.stderr

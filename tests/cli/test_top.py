@@ -140,9 +140,7 @@ def test_one_frame_goes_into_a_pipe_as_plain_lines(server: ServerProcess) -> Non
 def test_top_without_a_terminal_suggests_once() -> None:
     done = run("top")
     assert done.returncode == 2
-    assert done.stderr == (
-        "lockstep: error: lockstep top draws on a terminal, and this is none; --once prints one frame and ends\n"
-    )
+    assert done.stderr == ("lockstep: error: lockstep top requires a terminal; add --once to print one view and exit\n")
 
 
 @pytest.mark.parametrize(
@@ -232,9 +230,9 @@ def test_a_lost_server_is_shown_and_reconnected() -> None:
         with terminal:
             terminal.sees(has("alpha "))
             server.stop()
-            shown = terminal.sees(has("trying again: "))
+            shown = terminal.sees(has("reconnecting: "))
             assert has("cannot connect to")(shown) or has("the connection to")(shown)
             with serve("stub://alpha", "--port", url.rpartition(":")[2], *IN_THREAD):
-                terminal.sees(lambda lines: not has("trying again: ")(lines) and has("ready")(lines))
+                terminal.sees(lambda lines: not has("reconnecting: ")(lines) and has("ready")(lines))
                 terminal.presses("q")
                 assert terminal.leaves() == 0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from lockstep.cli.top_layout import Column, Section, allot, grid, joined, to_ascii
+from lockstep.cli.top_layout import Column, Section, allot, joined, table_lines, to_ascii
 
 Cells = tuple[str | float | None, ...]
 COLUMNS: tuple[Column[Cells], ...] = (
@@ -27,7 +27,7 @@ def rows(*texts: str) -> list[Text]:
 
 
 def test_numbers_stand_to_the_right_of_their_column() -> None:
-    lines = grid(COLUMNS, [cells("one", 1, 22.0, "333")], 80)
+    lines = table_lines(COLUMNS, [cells("one", 1, 22.0, "333")], 80)
     assert [line.plain.rstrip() for line in lines] == ["NAME        A   B    C", "one         1  22  333"]
 
 
@@ -36,18 +36,18 @@ def test_numbers_stand_to_the_right_of_their_column() -> None:
     [(30, "NAME"), (22, "NAME        A   B    C"), (20, "NAME        A    C"), (14, "NAME        A"), (8, "NAME")],
 )
 def test_columns_of_the_highest_rank_are_left_out_first(width: int, head: str) -> None:
-    shown = grid(COLUMNS, [cells("one", 1, 22.0, "333")], width)[0].plain
+    shown = table_lines(COLUMNS, [cells("one", 1, 22.0, "333")], width)[0].plain
     assert shown.startswith(head)
     assert len(shown) == width
 
 
 def test_a_long_name_is_narrowed_before_a_column_goes() -> None:
-    lines = grid(COLUMNS, [cells("a name that is long", 1, 22, "333")], 25)
+    lines = table_lines(COLUMNS, [cells("a name that is long", 1, 22, "333")], 25)
     assert lines[1].plain == "a name t…      1  22  333"
 
 
 def test_a_table_without_a_bound_is_as_wide_as_its_cells() -> None:
-    lines = grid(COLUMNS, [cells("one", 1, None, "a\nb")])
+    lines = table_lines(COLUMNS, [cells("one", 1, None, "a\nb")])
     assert [line.plain for line in lines] == ["NAME  A  B    C", "one   1  -  a�b"]
 
 

@@ -8,7 +8,7 @@ import random
 from msgspec.structs import replace as changed
 
 from lockstep.cli.top_client import View
-from lockstep.cli.top_view import SORTS, ViewOptions, frame
+from lockstep.cli.top_view import SORTS, ViewOptions, view_lines
 from lockstep.cluster.cluster_stats import EngineStats, StoreTier
 from lockstep.cluster.events import ClusterEvent
 from lockstep.cluster.snapshot import BudgetSnapshot, EngineSnapshot, SessionSnapshot
@@ -21,8 +21,8 @@ HOSTILE = "x\x1b]0;owned\x07[bold]\n" + "宽" * 40
 STORE = (StoreTier("host", 7, 5_000_000, 10_000_000, 0, 3, 2, 0),)
 
 
-def lines_of(view: View, look: ViewOptions | None = None, width: int = 160, height: int | None = None) -> list[str]:
-    return [line.plain.rstrip() for line in frame(view, look or ViewOptions(), width, height)]
+def lines_of(view: View, options: ViewOptions | None = None, width: int = 160, height: int | None = None) -> list[str]:
+    return [line.plain.rstrip() for line in view_lines(view, options or ViewOptions(), width, height)]
 
 
 def models_of(lines: list[str]) -> list[str]:
@@ -36,7 +36,7 @@ def crowded() -> View:
     events = tuple(ClusterEvent(at, at, "hop", {"model": HOSTILE, "target": HOSTILE}) for at in range(40))
     fields = {"model": HOSTILE, "session_id": HOSTILE, "error": HOSTILE}
     requests = tuple(request_of(f"{HOSTILE}{at}", "ended", **fields) for at in range(20))
-    return view_of(cluster, tiers=STORE, events=events, requests=requests, trouble=HOSTILE)
+    return view_of(cluster, tiers=STORE, events=events, requests=requests, error=HOSTILE)
 
 
 def test_every_size_is_filled_and_never_left() -> None:
@@ -47,14 +47,14 @@ def test_every_size_is_filled_and_never_left() -> None:
     sizes += [(draw.randint(1, 220), draw.randint(1, 70)) for _ in range(12)]
     view = crowded()
     for width, height in sizes:
-        look = ViewOptions(draw.choice(SORTS), draw.random() < 0.5, draw.random() < 0.5, draw.randint(0, 60))
-        lines = frame(view, look, width, height, "q quit")
+        options = ViewOptions(draw.choice(SORTS), draw.random() < 0.5, draw.random() < 0.5, draw.randint(0, 60))
+        lines = view_lines(view, options, width, height, "q quit")
         assert len(lines) == height, (width, height)
-        assert max(line.cell_len for line in lines) <= width, (width, height, look)
+        assert max(line.cell_len for line in lines) <= width, (width, height, options)
 
 
 def test_what_others_wrote_is_one_line_of_text() -> None:
-    for line in frame(crowded(), ViewOptions(), 160, 50):
+    for line in view_lines(crowded(), ViewOptions(), 160, 50):
         assert line.plain.isprintable(), line.plain
     assert any("[bold]" in line for line in lines_of(crowded()))
 
@@ -68,9 +68,9 @@ def test_the_head_shows_the_name_status_and_rates() -> None:
 def test_who_waits_in_an_engine_is_not_running() -> None:
     view = view_of(snapshot_of())
     engines = (EngineStats("router", num_waiting=1),)
-    stats = changed(view.reading.stats, engines=engines)
-    reading = dataclasses.replace(view.reading, stats=stats)
-    _, second, *_ = lines_of(dataclasses.replace(view, reading=reading))
+    stats = changed(view.server.stats, engines=engines)
+    server = dataclasses.replace(view.server, stats=stats)
+    _, second, *_ = lines_of(dataclasses.replace(view, server=server))
     assert second.startswith("running 0  waiting 1 ")
 
 
@@ -88,10 +88,10 @@ def test_fifty_models_are_cut_and_scrolled() -> None:
     shown = lines_of(view, height=20)
     assert models_of(shown) == list(MANY[: len(models_of(shown))])
     assert f"… {50 - len(models_of(shown))} more" in shown
-    look = ViewOptions().press("pagedown", 50)
-    assert models_of(lines_of(view, look, height=20))[0] == "model-10"
-    assert models_of(lines_of(view, look.press("end", 50), height=20))[-1] == "model-49"
-    assert look.press("home", 50) == ViewOptions()
+    options = ViewOptions().press("pagedown", 50)
+    assert models_of(lines_of(view, options, height=20))[0] == "model-10"
+    assert models_of(lines_of(view, options.press("end", 50), height=20))[-1] == "model-49"
+    assert options.press("home", 50) == ViewOptions()
     assert models_of(lines_of(view)) == list(MANY), "without a bound all of them"
 
 
@@ -113,18 +113,18 @@ def test_models_are_sorted_by_a_column_and_ties_stay() -> None:
 
 
 def test_keys_choose_what_is_sorted_in_turn_and_pause() -> None:
-    look = ViewOptions()
+    options = ViewOptions()
     for name in (*SORTS[1:], SORTS[0]):
-        look = look.press("s", 4)
-        assert look.sort == name
-    assert look.press("S", 4).sort == SORTS[-1]
-    assert look.press("r", 4).is_reversed
-    assert look.press("p", 4).is_paused
-    assert not look.press("p", 4).press(" ", 4).is_paused
-    assert look.press("down", 4).press("j", 4).press("k", 4).offset == 1
-    assert look.press("up", 4).offset == 0
-    assert look.press("pagedown", 4).offset == 3
-    assert look.press("x", 4) == look
+        options = options.press("s", 4)
+        assert options.sort == name
+    assert options.press("S", 4).sort == SORTS[-1]
+    assert options.press("r", 4).is_reversed
+    assert options.press("p", 4).is_paused
+    assert not options.press("p", 4).press(" ", 4).is_paused
+    assert options.press("down", 4).press("j", 4).press("k", 4).offset == 1
+    assert options.press("up", 4).offset == 0
+    assert options.press("pagedown", 4).offset == 3
+    assert options.press("x", 4) == options
 
 
 def test_figures_of_a_shared_engine_stand_once() -> None:
@@ -191,8 +191,8 @@ def test_sessions_and_requests_and_events_stand_newest_first() -> None:
 def test_a_lost_server_and_failed_models_are_shown() -> None:
     cluster = snapshot_of()
     failed = changed(cluster, models=(changed(cluster.models[0], state="failed", reason="the file is gone"),))
-    lines = lines_of(view_of(failed, trouble="cannot connect to it", status="not ready"))
-    assert lines[1] == "trying again: cannot connect to it"
+    lines = lines_of(view_of(failed, error="cannot connect to it", status="not ready"))
+    assert lines[1] == "reconnecting: cannot connect to it"
     assert "router: the file is gone" in lines
     assert "not ready" in lines[0]
 

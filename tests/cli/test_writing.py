@@ -68,9 +68,11 @@ def test_a_place_that_can_hold_no_file_is_one_line(
     (folder / "there").mkdir()
     command = ["replay", "load.json", option]
     error = error_of([*command, "there"], capsys)
-    assert error.endswith(" cannot be written there: it is a directory; name a file in it")
+    assert error.endswith(" cannot be written there: it is a directory; give a file in it")
     error = error_of([*command, "a.yaml/x/report.json"], capsys)
-    assert error.endswith(f" cannot be written there: {folder / 'a.yaml'} is no directory; name a file in one")
+    assert error.endswith(
+        f" cannot be written there: {folder / 'a.yaml'} is not a directory; give a file in a directory"
+    )
     assert "File name too long" in error_of([*command, "x" * 300], capsys)
 
 
@@ -114,7 +116,7 @@ def test_no_output_takes_the_place_of_what_is_read(
     if alias is not None:
         alias(place := folder / "alias.json", target)
     error = error_of([*command[:-1], str(place)], capsys)
-    assert error.endswith(f" cannot be written there: {command[-1]} is read from; name another file")
+    assert error.endswith(f" cannot be written there: {command[-1]} is an input; give another file")
     assert target.read_bytes() == before
 
 
@@ -130,7 +132,7 @@ def test_no_output_takes_the_place_of_a_recording(folder: Path, capsys: pytest.C
         ["replay", "flight", "--trace"],
         ["diff", "flight", str(file), "--html"],
     ):
-        assert "is read from; name another file" in error_of([*command, str(file)], capsys)
+        assert "is an input; give another file" in error_of([*command, str(file)], capsys)
     assert file.read_bytes() == before
     assert invoke(["calibrate", "flight", "-o", "new/cost.json"]) == 0
     assert json.loads((folder / "new/cost.json").read_text())["constant_ps"]
@@ -140,7 +142,7 @@ def test_two_outputs_have_two_places(folder: Path, capsys: pytest.CaptureFixture
     command = ["replay", "load.json", "--output", "out", "--html", "./out"]
     assert (
         error_of(command, capsys)
-        == "out: the page cannot be written there: it is where the report goes; name another file"
+        == "out: the page cannot be written there: the report has the same path; give another file"
     )
     check_outputs([(Path(os.devnull), "the report"), (Path(os.devnull), "the page")])
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from lockstep.cli.top_client import Reading, View
+from lockstep.cli.top_client import ServerSnapshot, View
 from lockstep.cluster.cluster_stats import ClusterStats, EngineStats, StoreTier
 from lockstep.cluster.events import ClusterEvent
 from lockstep.cluster.snapshot import ClusterSnapshot, ReplicaSnapshot
@@ -46,9 +46,9 @@ def view_of(
     status: str = "ready",
     events: tuple[ClusterEvent, ...] = (),
     requests: tuple[RequestRow, ...] | None = None,
-    trouble: str = "",
+    error: str = "",
 ) -> View:
-    """A reading of engines that generate so many tokens a second."""
+    """A server of engines that generate so many tokens a second."""
     engines = tuple(EngineStats(name, rate) for name, rate in (tokens_per_s or {}).items())
     stats = ClusterStats(1.0, uptime_s, None, engines, tiers)
-    return View(URL, Reading(cluster, stats, status, "1.2.3", requests), events, trouble)
+    return View(URL, ServerSnapshot(cluster, stats, status, "1.2.3", requests), events, error)

@@ -34,7 +34,7 @@ Case = tuple[str, str, int, str, Sequence[str]]
 SHAPE: dict[str, Case] = {
     "unknown key at the top": ("resources:", "resource:", 2, "resource", ["did you mean 'resources'?"]),
     "unknown key of a model": ("    tier: resident\n", "    teir: resident\n", 8, "models.router.teir", ["'tier'"]),
-    "unknown key, nothing near": ("    tier: resident\n", "    zzz: 1\n", 8, "models.router.zzz", ["known here are"]),
+    "unknown key, nothing near": ("    tier: resident\n", "    zzz: 1\n", 8, "models.router.zzz", ["known keys are"]),
     "unknown key of the budgets": ("ram_budget", "rambudget", 4, "resources.rambudget", ["'ram_budget'"]),
     "key given twice": ("  ram_budget: 32GB", "  gpu_budget: 32GB", 4, "resources.gpu_budget", ["twice", "line 3"]),
     "model given twice": (

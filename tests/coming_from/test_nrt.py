@@ -57,7 +57,7 @@ def test_ps_prints_the_cluster(seen: Seen) -> None:
     assert all(model["id"] in shown for model in seen.cluster["models"])
 
 
-@states("Live, in a terminal. `--once` prints one frame.")
+@states("Live, in a terminal. `--once` prints one view.")
 def test_top_prints_a_frame(seen: Seen) -> None:
     assert "billing" in printed("top", "--once", "--base-url", str(seen.client.base_url))
 

@@ -107,8 +107,8 @@ def test_the_seed_of_hashes_changes_no_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "name one FILE"),
-        (("BASELINE", "CANDIDATE", "CANDIDATE"), "name one FILE"),
+        ((), "give one FILE"),
+        (("BASELINE", "CANDIDATE", "CANDIDATE"), "give one FILE"),
         (("BASELINE",), "have no side; the side must be baseline or candidate, or pass two files"),
         (("BASELINE", "nothing"), "nothing: cannot be read: No such file"),
         (("BASELINE", "CANDIDATE", "--nope"), "No such option: --nope"),
@@ -120,11 +120,11 @@ def test_the_seed_of_hashes_changes_no_byte(tmp_path: Path) -> None:
         (("BASELINE", "CANDIDATE", "--owners", "nothing"), "nothing: cannot read the owners file"),
         (("BASELINE", "CANDIDATE", "--aa", "nothing"), "nothing: cannot be read"),
         (("BASELINE", "--aa", "CANDIDATE"), "--aa requires two files"),
-        (("BASELINE", "CANDIDATE", "--output", "BASELINE"), "is read from; name another file"),
+        (("BASELINE", "CANDIDATE", "--output", "BASELINE"), "is an input; give another file"),
         (("BASELINE", "CANDIDATE", "--output", "."), "it is a directory"),
         (("BASELINE", "CANDIDATE", "--junit", "/dev/full"), "No space left on device"),
         (("BASELINE", "CANDIDATE", "--markdown", "/dev/full"), "No space left on device"),
-        (("BASELINE", "CANDIDATE", "--html", "BASELINE/page"), "BASELINE is no directory"),
+        (("BASELINE", "CANDIDATE", "--html", "BASELINE/page"), "BASELINE is not a directory"),
     ],
 )
 def test_invalid_arguments_and_unusable_files_exit_3_with_a_message(

@@ -50,4 +50,4 @@ def test_recordings_diverge_at_a_shortened_chunk(
 
 def test_diff_of_recordings_rejects_set(recordings: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["diff", *map(str, recordings), "--set", "max_num_seqs=3"]) == 2
-    assert "--set does not apply to two recordings, which are compared as they are" in capsys.readouterr().err
+    assert "--set does not apply to a comparison of two recordings" in capsys.readouterr().err

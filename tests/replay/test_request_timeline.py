@@ -138,7 +138,7 @@ def test_the_command_shows_one_request_and_rejects_unknown_ones(
     assert invoke(["replay", "--verify", str(folder), "--request", "nobody-s"]) == 2
     assert "the recording has no request 'nobody-s'" in capsys.readouterr().err
     assert invoke(["replay", str(folder), "--request", "request-7"]) == 2
-    assert "which --verify TRACE or --execute TRACE names" in capsys.readouterr().err
+    assert "--request requires --verify TRACE or --execute TRACE" in capsys.readouterr().err
 
 
 def test_without_content_a_timeline_has_no_tokens(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_printable_text_keeps_its_length_and_steers_nothing(text: str) -> None:
 
 def test_places_of_a_strip_are_percents_of_the_whole() -> None:
     strip = Strip(p50=1.0, p90=3.0, p99=4.0, mean=2.0, whole=8.0)
-    assert [strip.place(value) for value in (strip.p50, strip.mean, strip.p90, strip.p99, 0.0)] == [
+    assert [strip.position(value) for value in (strip.p50, strip.mean, strip.p90, strip.p99, 0.0)] == [
         12.5,
         25,
         37.5,

@@ -1,1 +1,1 @@
-"""Load generators: what a user measures before choosing. They know servers by HTTP only, and engines by their API."""
+"""Load generators for servers, which they reach only by HTTP, and for engines, which they call by their API."""

@@ -1,7 +1,7 @@
-"""Lean HTTP/1.1 client: while a run lasts it only notes when which bytes came. JSON is read after the run.
+"""Lean HTTP/1.1 client of benchmarks: during a run it only stores received bytes with their times, and parses no JSON.
 
-It shares its cores with the server that it measures, so that what it costs is part of what it sees. An event of a
-stream costs 15 us here (httptools on uvloop) and 87 to 104 us with httpx2 (benchmarks/client.py), which all else uses.
+The client shares its cores with the measured server, so its own cost affects the measurement. An event of a stream
+costs 15 us here (httptools on uvloop) and 87 to 104 us with httpx2 (benchmarks/client.py), which other clients use.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from lockstep.bench.protocol import EventLineReader, Target, reason_of
 from lockstep.cluster.completion_chunks import ChunkUsage, CompletionChunk, error_message
 
 REQUEST_LIMIT_S = 6 * 3600.0
-"""A request that takes longer has failed."""
+"""Maximum seconds of a request; a longer one has failed."""
 OK = 200
 MAX_BODY_BYTES = 64 << 20
-"""Bytes of one answer; a server that sends more is out of its mind."""
+"""Maximum bytes of an answer; a longer one has failed."""
 
 
 @dataclass(slots=True)
 class TimedExchange:
-    """One request as it was seen on the wire; times are of `time.perf_counter`."""
+    """A request with the received bytes and their times, which are of `time.perf_counter`."""
 
     sent_s: float = 0.0
     status: int = 0
+    """HTTP status; 0: no response."""
     reads: list[tuple[float, bytes]] = field(default_factory=list)
-    """Pieces of the body with the time at which each came, in order."""
+    """Pieces of the body with the times of their arrival, in order."""
     ended_s: float = 0.0
     error: str = ""
-    """Fault of the connection; empty: the response is whole."""
+    """Error of the connection; empty: the response is complete."""
     num_bytes: int = 0
 
 
@@ -53,7 +54,7 @@ class _Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser
 
     def begin(self, request: bytes, exchange: TimedExchange) -> asyncio.Future[None]:
-        """Send a request; the future is done when its response is whole or the connection is not."""
+        """Send a request; the future is done when the response is complete or the connection has failed."""
         self.exchange = exchange
         self._done = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
@@ -66,11 +67,11 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's has all of it and inherits nothing
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's class has its methods, but is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._now_s = time.perf_counter()
-        if self.exchange is None:  # nothing was asked: whatever this is, the connection is not usable
+        if self.exchange is None:  # data without a request: the connection is not usable
             self.close()
             return
         try:
@@ -81,7 +82,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        self._end("the connection was closed before the answer was whole" if error is None else f"connection: {error}")
+        self._end("the connection closed before the answer was complete" if error is None else f"connection: {error}")
 
     def on_body(self, body: bytes) -> None:
         exchange = self.exchange
@@ -110,7 +111,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """Sends requests, each on a connection of its own while it lasts; idle connections are used again.
+    """Sends requests, one at a time per connection. Idle connections are reused.
 
     Use it as a context manager in the event loop of the run.
     """
@@ -122,19 +123,22 @@ class Client:
         self._idle: list[_Connection] = []
 
     async def send(self, request: bytes, exchange: TimedExchange, limit_s: float = REQUEST_LIMIT_S) -> None:
-        """Send one request and fill its exchange; what goes wrong is in there. Cancelling closes the connection."""
+        """Send one request and fill its exchange, also with an error. Cancellation closes the connection."""
         try:
             async with asyncio.timeout(limit_s):
                 if await self._on_idle_connection(request, exchange):
                     return
                 await self._on(await self._connect(), request, exchange)
         except TimeoutError:
-            exchange.error = f"no whole answer within {limit_s:g} s"
+            exchange.error = f"no complete answer within {limit_s:g} s"
         except OSError as error:
             exchange.error = f"cannot connect to {self._target.authority}: {error.strerror or error}"
 
     async def _on_idle_connection(self, request: bytes, exchange: TimedExchange) -> bool:
-        """False: there is none, or the server had closed it before the request came, so that it may be sent again."""
+        """Send a request on an idle connection.
+
+        False: there is none, or the server closed it before it received the request, which may be sent again.
+        """
         while self._idle:
             connection = self._idle.pop()
             if not connection.is_open:
@@ -167,22 +171,23 @@ class Client:
         for connection in self._idle:
             connection.close()
         self._idle.clear()
-        await asyncio.sleep(0)  # transports report their end in the next turn of the loop
+        await asyncio.sleep(0)  # transports report their end in the next iteration of the loop
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Measurements of one request; durations in seconds.
 
-    Tokens come in chunks; a chunk is one reading of the clock. As in `vllm bench serve`, the latency between tokens
-    (ITL) is that between chunks, however many tokens one brings, and chunks of one read are 0 apart; the time per
-    output token (TPOT) divides by the count that the server's ``usage`` states. Unlike there, a chunk that only carries
-    the role is no token: a server that sends it early does not have a short time to first token.
+    Tokens arrive in chunks, each with one time. As in `vllm bench serve`, the inter-token latency (ITL) is the time
+    between chunks, independent of their number of tokens, and is 0 between chunks of one read. The time per output
+    token (TPOT) divides by the count in the server's ``usage``. Unlike there, a chunk with only the role is no token,
+    so a server that sends it early does not have a short time to first token.
     """
 
     is_success: bool
     start_s: float
-    """On the clock of `time.perf_counter`: when it was due, or sent where nothing is due. Latencies count from here."""
+    """Time at which the request was due, or was sent if it had no due time, of `time.perf_counter`. Latencies begin
+    here."""
     ttft_s: float = 0.0
     itl_s: tuple[float, ...] = ()
     e2el_s: float = 0.0
@@ -191,20 +196,20 @@ class Outcome:
     text: str = ""
     error: str = ""
     send_delay_s: float = 0.0
-    """Seconds after its start at which it was really sent."""
+    """Seconds from the start to the actual sending."""
 
     @property
     def tpot_s(self) -> float:
-        """Seconds per token after the first; 0 where there is none."""
+        """Seconds per token after the first; 0 if there is none."""
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
 def read_exchange(exchange: TimedExchange, start_s: float, prompt_tokens: int | None) -> Outcome:
-    """Measure one exchange; pure, and run after the load is over.
+    """Measure one exchange. The function is pure, and is called after the load.
 
     Args:
-        start_s: from when latencies count, on the exchange's clock.
-        prompt_tokens: what was requested, where the server does not say.
+        start_s: start of latencies, on the exchange's clock.
+        prompt_tokens: requested number of prompt tokens, used if the server reports none.
     """
     delay_s = max(0.0, exchange.sent_s - start_s)
     error = exchange.error
@@ -219,14 +224,14 @@ def read_exchange(exchange: TimedExchange, start_s: float, prompt_tokens: int | 
 
 
 def _measure(exchange: TimedExchange, start_s: float, prompt_tokens: int | None, delay_s: float) -> Outcome:
-    """Measure a whole stream; ValueError: the answer reports an error or is not whole."""
+    """Measure a complete stream; ValueError if the answer reports an error or is incomplete."""
     tokens_s: list[float] = []
     text: list[str] = []
     last_s: float | None = None
     usage = ChunkUsage()
     for at_s, chunk in _chunks(exchange):
         if chunk.error is not None:
-            raise ValueError(f"in mid-stream: {error_message(chunk.error)}")
+            raise ValueError(f"error within the stream: {error_message(chunk.error)}")
         usage = chunk.usage or usage
         if chunk.choices:
             last_s = at_s
@@ -234,8 +239,8 @@ def _measure(exchange: TimedExchange, start_s: float, prompt_tokens: int | None,
             if any(choice.brings_tokens for choice in chunk.choices):
                 tokens_s.append(at_s)
     if last_s is None:
-        raise ValueError("the answer holds no completion chunk")
-    if not tokens_s:  # tokens without text, as of half a character: the chunk that ended it counts
+        raise ValueError("the answer has no completion chunk")
+    if not tokens_s:  # tokens without text, e.g. half a character: the last chunk counts as one
         tokens_s.append(last_s)
     return Outcome(
         True,
@@ -251,7 +256,7 @@ def _measure(exchange: TimedExchange, start_s: float, prompt_tokens: int | None,
 
 
 def _chunks(exchange: TimedExchange) -> Iterator[tuple[float, CompletionChunk]]:
-    """Each event with the time of the read that completed it; ValueError: an event of another kind."""
+    """Events with the time of the read that completed each; ValueError for an event of another kind."""
     reader = EventLineReader()
     rest = b""
     for at_s, piece in [*exchange.reads, (exchange.ended_s, b"\n")]:

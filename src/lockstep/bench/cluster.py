@@ -1,7 +1,7 @@
-"""Cluster bench: the cost of orchestrating many models when the models cost nothing.
+"""Cluster bench: the cost of routing and of many models, with models that cost nothing.
 
-Two figures, apart: the decision path alone, and whole calls of two hops through real engines on stub executors. Beside
-them stands what was published of NRT, the router and specialists in Rust whose manifests the suites are.
+It measures the decision path alone, and complete calls of two hops through real engines with stub executors. The table
+also has the published values of NRT, a router with specialists in Rust, whose manifests the suites use.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from lockstep.report.text import to_lines
 from lockstep.worker.link import WorkerOptions
 
 OUTPUT_TOKENS = 8
-"""Tokens of the last hop."""
+"""Output tokens of the last hop."""
 CONCURRENCY = 32
+"""Number of concurrent calls in the concurrent run."""
 NUM_WARMUPS = 8
-"""Calls before those that are measured: what is warmed by routing is then warm."""
+"""Number of unmeasured calls, after which the models that routing warms are loaded."""
 NUM_DECISIONS = 2_000
 NUM_SESSIONS = 64
-"""Sessions that take turns in the decision path."""
+"""Number of sessions that alternate in the decision path."""
 STREAM_INTERVAL_S = 0.02
-"""Default of `lockstep serve`."""
+"""Minimum seconds between chunks of a stream, as by default in `lockstep serve`."""
 PERCENTILES = (50, 95, 99)
 MS, US, MB = 1e3, 1e6, 1e6
 Figure = str
-"""A figure of a result as a format string over it."""
+"""Format string of a value of a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A manifest of the examples, and what must be there once it has booted."""
+    """An example manifest, and the expected counts after its boot."""
 
     name: str
     num_models: int
@@ -59,9 +60,9 @@ class Suite:
     num_standby: int
     resident_mb: int
     num_declared_warms: int
-    """Models that are declared to be warmed by another's requests."""
+    """Number of models that the manifest declares to be warmed by requests of other models."""
     num_warms: int
-    """Models that routed calls warm; resident models need no warming."""
+    """Number of models that routed calls warm; resident models need no warming."""
 
 
 SUITES = (
@@ -75,32 +76,32 @@ NRT: Mapping[str, Any] = {
     "call_ms": {"p50": 4.6},
     "sequential_request_throughput": (208, 217),
 }
-"""Published of NRT on its own stub, whole calls one after the other; pairs are the least and the greatest of its three
-suites. Its counts are those of `SUITES`. Its machine was a MacBook, of which the model was not published."""
+"""Published values of NRT with its own stub, for sequential complete calls. Pairs are the minimum and maximum of its
+three suites. Its counts are those of `SUITES`. Its machine was a MacBook of an unpublished model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterBenchOptions:
-    """Size of a measurement."""
+    """Options of the cluster bench."""
 
     examples: Path
-    """The directory of the manifests."""
+    """Directory of the manifests."""
     num_calls: int = 200
-    """One at a time, and as many with `CONCURRENCY` in flight."""
+    """Number of calls of the sequential run, and of the concurrent run."""
     worker: Literal["process", "thread"] = "process"
 
 
 def run_cluster_bench(
     options: ClusterBenchOptions, report: Callable[[str], None] = lambda suite: None
 ) -> list[dict[str, Any]]:
-    """Run all suites, one after the other. ``faults`` of a result lists the counts that are wrong.
+    """Run all suites, one after the other; ``faults`` of a result lists its wrong counts.
 
     Args:
         report: called with the name of each suite when it begins.
 
     Raises:
-        UsageError: an example cannot be read.
-        LockstepError: it cannot be served.
+        UsageError: a manifest cannot be read.
+        LockstepError: a manifest cannot be served.
     """
     results = []
     for suite in SUITES:
@@ -108,7 +109,7 @@ def run_cluster_bench(
         try:
             manifest = parse(path.read_text(encoding="utf-8"), str(path))
         except OSError as error:
-            raise UsageError(f"{path} cannot be read ({error}); give the examples' directory by --examples") from None
+            raise UsageError(f"{path} cannot be read ({error}); give the manifests' directory as --examples") from None
         report(suite.name)
         with asyncio.Runner(loop_factory=loop_factory()) as loop:
             results.append(loop.run(_run(suite, manifest, options)))
@@ -151,7 +152,7 @@ async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -
 
 
 async def _boot(manifest: Manifest, kind: Literal["process", "thread"]) -> tuple[Cluster, float]:
-    """A cluster that answers, and how many seconds that took, its worker's process included."""
+    """Boot a cluster; returns it and the seconds until it could answer, including the start of its worker."""
     worker = WorkerOptions(kind, log_level="error", stream_interval_s=STREAM_INTERVAL_S)
     cluster = Cluster(manifest, ClusterOptions(backend=Backend.STUB, worker=worker))
     started_s = time.perf_counter()
@@ -160,14 +161,14 @@ async def _boot(manifest: Manifest, kind: Literal["process", "thread"]) -> tuple
 
 
 def routed_models(manifest: Manifest) -> tuple[str, ...]:
-    """Models that calls are routed to: the resident targets, or all targets where none is resident."""
+    """Models that calls are routed to: the resident targets, or all targets if none is resident."""
     ids = manifest.targets
     resident = tuple(id_ for id_ in ids if manifest.entry(id_).tier is Tier.RESIDENT)
     return resident or ids
 
 
 def counts_of(booted: ClusterSnapshot, after: ClusterSnapshot) -> dict[str, int]:
-    """Counts after booting, and models that the calls have warmed."""
+    """Counts of a cluster after its boot, and the number of models that calls have warmed."""
     tiers = [model.tier for model in booted.models]
     [used_bytes] = [budget.used_bytes for budget in booted.budgets if budget.name == "gpu_budget"]
     return {
@@ -181,43 +182,46 @@ def counts_of(booted: ClusterSnapshot, after: ClusterSnapshot) -> dict[str, int]
 
 
 def faults_of(suite: Suite, counts: Mapping[str, int]) -> list[str]:
-    """A sentence for each count that differs from the suite's."""
+    """Messages about counts that differ from the suite's."""
     return [
-        f"{suite.name}: {name} is {found}, not {getattr(suite, name)}"
+        f"{suite.name}: {name} is {found}; it must be {getattr(suite, name)}"
         for name, found in counts.items()
         if found != getattr(suite, name)
     ]
 
 
 async def decisions(manifest: Manifest, targets: Sequence[str]) -> list[float]:
-    """Seconds of one routed call's decisions, again and again: its session, the two hops, the dispatch and a plan over
-    all replicas. No engine, no tokenizer, no queue."""
+    """Measure the decisions of routed calls; returns the seconds of each.
+
+    A call's decisions are its session, two hops, the dispatch and plans over all replicas, without engine, tokenizer
+    and queue.
+    """
     routing = manifest.routing
     assert routing is not None, "the examples have routing"
     router = Router(manifest, routing)
     entries: Mapping[str, ModelEntry] = {entry.id: entry for entry in manifest.entries}
     observed = Observed(tuple(_replica(entry) for entry in manifest.entries), manifest.resources.gpu_budget_bytes)
     sessions, policy = Sessions(), PlanPolicy()
-    held = {entry.id: ModelSessions(16, lambda session: None) for entry in manifest.entries}
-    taken = []
+    model_sessions = {entry.id: ModelSessions(16, lambda session: None) for entry in manifest.entries}
+    durations_s = []
     for index in range(NUM_DECISIONS):
         target = targets[index % len(targets)]
         call, answer, id_ = _call(target), f"{routing.rule.field_name}={target}", f"s{index % NUM_SESSIONS}"
         started_s = time.perf_counter()
         sessions.begin(id_, router.entry, started_s)
-        await held[router.entry].enter(id_)
+        await model_sessions[router.entry].enter(id_)
         addressed(router.question(call), entries[router.entry])
         plan(observed, started_s, policy)
-        held[router.entry].leave(id_)
+        model_sessions[router.entry].leave(id_)
         decision = router.decide(answer)
         assert decision.target == target
-        await held[target].enter(id_)
+        await model_sessions[target].enter(id_)
         addressed(call, entries[target])
         plan(observed, started_s, policy)
-        held[target].leave(id_)
+        model_sessions[target].leave(id_)
         sessions.end(id_, started_s)
-        taken.append(time.perf_counter() - started_s)
-    return taken
+        durations_s.append(time.perf_counter() - started_s)
+    return durations_s
 
 
 def _replica(entry: ModelEntry) -> Replica:
@@ -226,7 +230,7 @@ def _replica(entry: ModelEntry) -> Replica:
 
 
 def _call(target: str) -> GenerationRequest:
-    """A request that a stub router sends to a model: it looks for its id."""
+    """Request that a stub router sends to a model, because its message contains the model's id."""
     conversation = Conversation([{"role": "user", "content": f"A question about {target}"}])
     return GenerationRequest(conversation, SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True))
 
@@ -234,9 +238,9 @@ def _call(target: str) -> GenerationRequest:
 async def _calls(
     cluster: Cluster, targets: Sequence[str], num_calls: int, concurrency: int
 ) -> tuple[list[float], float]:
-    """Seconds of every call, and of all together."""
+    """Run calls with a number of clients; returns the seconds of each call, and of all calls together."""
     waiting = iter([_call(targets[index % len(targets)]) for index in range(num_calls)])
-    taken: list[float] = []
+    durations_s: list[float] = []
 
     async def client() -> None:
         for call in waiting:
@@ -244,11 +248,11 @@ async def _calls(
             async with aclosing(cluster.stream(call)) as events:
                 async for _ in events:
                     pass
-            taken.append(time.perf_counter() - started_s)
+            durations_s.append(time.perf_counter() - started_s)
 
     started_s = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(concurrency)))
-    return taken, time.perf_counter() - started_s
+    return durations_s, time.perf_counter() - started_s
 
 
 def _percentiles(values_s: Sequence[float], scale: float) -> dict[str, float]:
@@ -257,33 +261,32 @@ def _percentiles(values_s: Sequence[float], scale: float) -> dict[str, float]:
 
 
 def text_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """The results as a table, a suite a column, and NRT's published figures in the last."""
+    """Table of the results, with a column per suite and the published values of NRT in the last column."""
     single, rate = NRT["call_ms"], NRT["sequential_request_throughput"]
     rows: list[tuple[str, Figure, str]] = [
-        ("calls, alone and together", "{num_calls}", f"{NRT['num_calls']} alone"),
-        ("bootstrap, ms", "{bootstrap_ms:.0f}", _range(NRT["bootstrap_ms"])),
-        ("the same, worker in a thread", "{thread_bootstrap_ms:.0f}", ""),
+        ("calls, sequential and concurrent", "{num_calls}", f"{NRT['num_calls']} sequential"),
+        ("boot, ms", "{bootstrap_ms:.0f}", _range(NRT["bootstrap_ms"])),
+        ("boot with the worker in a thread, ms", "{thread_bootstrap_ms:.0f}", ""),
         ("models", "{num_models}", "the same"),
         ("resident / standby", "{num_resident} / {num_standby}", "the same"),
         ("VRAM, MB", "{resident_mb:,}", "the same"),
         ("bytes of gpu_budget", "{used_bytes[gpu_budget]:,}", ""),
         ("bytes of ram_budget", "{used_bytes[ram_budget]:,}", ""),
         ("co-activation warms, declared / done", "{num_declared_warms} / {num_warms}", ""),
-        ("requests/s, one at a time", "{sequential_request_throughput:,.0f}", _range(rate)),
-        ("a request, ms: p50 p95 p99", _trio("call_ms", 2), f"p50 {single['p50']}"),
-        (f"requests/s, {CONCURRENCY} in flight", "{request_throughput:,.0f}", ""),
-        (f"of {CONCURRENCY} in flight one, ms: p50 p95 p99", _trio("loaded_call_ms", 2), ""),
-        ("decision path, us: p50 p95 p99", _trio("decision_us", 1), ""),
+        ("requests/s, sequential", "{sequential_request_throughput:,.0f}", _range(rate)),
+        ("latency, sequential, ms: p50 p95 p99", _percentiles_text("call_ms", 2), f"p50 {single['p50']}"),
+        (f"requests/s, {CONCURRENCY} concurrent", "{request_throughput:,.0f}", ""),
+        (f"latency, {CONCURRENCY} concurrent, ms: p50 p95 p99", _percentiles_text("loaded_call_ms", 2), ""),
+        ("decision path, us: p50 p95 p99", _percentiles_text("decision_us", 1), ""),
     ]
     table = Table("", (*words(""), *numbers(*(result["suite"] for result in results), "NRT, published")))
     table.rows += [(name, *(figure.format_map(result) for result in results), nrt) for name, figure, nrt in rows]
     return to_lines(table)
 
 
-def _range(least_and_greatest: tuple[float, float]) -> str:
-    least, greatest = least_and_greatest
-    return f"{least:g}..{greatest:g}"
+def _range(bounds: tuple[float, float]) -> str:
+    return "..".join(f"{each:g}" for each in bounds)
 
 
-def _trio(key: str, digits: int) -> Figure:
+def _percentiles_text(key: str, digits: int) -> Figure:
     return " ".join(f"{{{key}[p{rank}]:.{digits}f}}" for rank in PERCENTILES)

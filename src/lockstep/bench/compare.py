@@ -1,8 +1,8 @@
-"""Figures of two results side by side: which of them moved beyond their own noise. Pure but for reading files.
+"""Comparison of two bench results: shows which metrics changed beyond their noise. All is pure except reading files.
 
-A result is the JSON of any `lockstep bench` that names its figures: ``{"figures": {NAME: {"values": [...], "better":
-"more" or "less"}}}``, a value for each round. Of the flat results of `bench serve` and `bench throughput` rates and
-latencies are taken, one value each.
+A result is the JSON of a `lockstep bench` with named metrics: ``{"figures": {NAME: {"values": [...], "better": "more"
+or "less"}}}``, with one value per round. From the flat results of `bench serve` and `bench throughput`, rates and
+latencies are read, with one value each.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from lockstep.report.text import to_lines
 from lockstep.shown import signed_percent
 
 MIN_ROUNDS = 3
-"""Fewer values on a side do not show their noise."""
+"""Minimum number of values per side from which noise can be estimated."""
 MIN_CHANGE = 0.03
-"""A smaller change is not worth a line, however sure it is."""
+"""Minimum relative change that is reported as better or worse."""
 MACHINE = "machine "
-"""Figures whose names begin so are of work that is the same in every version: if they moved, the machine did."""
+"""Prefix of metrics whose work is the same in every version. If they changed, the machine's speed did."""
 
 Verdict = Literal["better", "worse", "same", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of a result, a value for each round."""
+    """Metric of a result."""
 
     values: tuple[float, ...]
+    """One value per round."""
     is_more_better: bool
+    """True if larger values are better."""
 
     @property
     def median(self) -> float:
@@ -43,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure before and after."""
+    """Metric of two results."""
 
     name: str
     before: Figure
@@ -51,14 +53,14 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """After by before; None where it was nothing before."""
+        """Median after divided by the median before; None if the latter is 0."""
         return self.after.median / self.before.median if self.before.median else None
 
     @property
     def verdict(self) -> Verdict:
-        """Moved: the rounds of one side all lie beyond those of the other, and the medians are 3 % apart.
+        """Verdict on the change: better or worse if the rounds do not overlap and the medians differ by at least 3 %.
 
-        Where nothing changed, that happens to one figure in 126 with five rounds a side, to one in 10 with three.
+        Without a real change, this happens to one metric in 126 with five rounds per side, and to one in 10 with three.
         """
         before, after = self.before.values, self.after.values
         if min(len(before), len(after)) < MIN_ROUNDS:
@@ -70,19 +72,19 @@ class Change:
 
 
 def read_figures(path: Path) -> dict[str, Figure]:
-    """Figures of a result file; UsageError where it is none."""
+    """Metrics of a result file by name; UsageError if it is not a result."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as a result of `lockstep bench` ({error})") from None
     figures = figures_of(content) if isinstance(content, dict) else {}
     if not figures:
-        raise UsageError(f"{path} holds no figures; write one by --result-filename of a `lockstep bench`")
+        raise UsageError(f"{path} has no metrics; write a result with --result-filename of a `lockstep bench`")
     return figures
 
 
 def figures_of(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """Figures by name, in the order of the result."""
+    """Metrics of a result by name, in its order."""
     named = content.get("figures")
     if isinstance(named, dict):
         return {
@@ -99,10 +101,10 @@ def figures_of(content: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def changes(before: Mapping[str, Figure], after: Mapping[str, Figure]) -> list[Change]:
-    """Figures that both results have, in the order of the first; UsageError where there are none."""
+    """Changes of the metrics that both results have, in the order of the first; UsageError if there are none."""
     common = [Change(name, before[name], after[name]) for name in before if name in after]
     if not common:
-        raise UsageError(f"the results have no figure in common: {_few(before)} and {_few(after)}")
+        raise UsageError(f"the results have no metric in common: {_few(before)} and {_few(after)}")
     return common
 
 
@@ -111,24 +113,24 @@ def _few(figures: Mapping[str, Figure]) -> str:
 
 
 def text_of(found: Sequence[Change]) -> str:
-    """All figures, those that moved marked, and what to think of it."""
-    table = Table("", (*words("figure"), *numbers("before", "after", "change"), *words("")))
+    """Table of all metrics with marks for changed ones, the counts, and warnings about the comparison."""
+    table = Table("", (*words("metric"), *numbers("before", "after", "change"), *words("")))
     for change in found:
         ratio = change.ratio
-        moved = {"better": "BETTER", "worse": "WORSE", "same": "", "unknown": "noise unknown"}[change.verdict]
+        mark = {"better": "BETTER", "worse": "WORSE", "same": "", "unknown": "noise unknown"}[change.verdict]
         shown = "-" if ratio is None else signed_percent(ratio - 1, ".1f")
-        table.rows.append((change.name, f"{change.before.median:.4g}", f"{change.after.median:.4g}", shown, moved))
+        table.rows.append((change.name, f"{change.before.median:.4g}", f"{change.after.median:.4g}", shown, mark))
     counts = {verdict: sum(change.verdict == verdict for change in found) for verdict in ("better", "worse", "unknown")}
-    lines = [to_lines(table), f"\n{counts['better']} better, {counts['worse']} worse, of {len(found)} figures"]
+    lines = [to_lines(table), f"\n{counts['better']} better, {counts['worse']} worse, of {len(found)} metrics"]
     if any(change.name.startswith(MACHINE) and change.verdict in ("better", "worse") for change in found):
-        lines.append("The machine itself moved: other changes may be its own.")
+        lines.append("The speed of the machine changed, which may be the cause of other changes.")
     if counts["unknown"]:
-        lines.append(f"Noise is known from {MIN_ROUNDS} rounds on each side; {counts['unknown']} figures have fewer.")
+        lines.append(f"Noise needs {MIN_ROUNDS} rounds on each side; {counts['unknown']} metrics have fewer.")
     return "\n".join(lines)
 
 
 def as_json(found: Sequence[Change]) -> list[dict[str, Any]]:
-    """The same for programs."""
+    """Changes in the form of the JSON output."""
     return [
         {
             "figure": change.name,

@@ -1,6 +1,6 @@
-"""Prompts of given lengths: units (token ids, or words) drawn by key and seed, calibrated on the server before a run.
+"""Prompts of given lengths, made of units (token ids or words) that are drawn by key and seed.
 
-Equal segments are equal tokens. Calibration is not timed.
+Equal segments have equal tokens. The lengths are calibrated with the server before a run, which is not measured.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _VOCABULARY = (
     " city name team minute idea body back parent face level office door health"
 )
 WORDS = tuple(_VOCABULARY.split())
-"""Common words: in most vocabularies each is one token with the space before it."""
+"""Common words, each of which is one token together with the space before it in most vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Content of segments: token ids or words."""
+    """Units that segments are filled with: token ids or words."""
 
     ids: tuple[int, ...] = ()
-    """Ordinary token ids; prompts are lists of them where these are known."""
+    """Ordinary token ids; empty: prompts are text."""
     words: tuple[str, ...] = ()
-    """Texts that are put side by side, where there are no ids."""
+    """Words that are concatenated if there are no ids."""
     tokens_per_word: float = 1.0
     method: str = ""
-    """Origin of token counts: exact, or estimated."""
+    """Method of counting tokens, for messages: exact or estimated."""
 
     def fill(self, segments: Sequence[TokenSegment], seed: int, *, more_tokens: int = 0) -> list[int] | str:
-        """The prompt of these segments: token ids, or text.
+        """Prompt of the segments, as token ids or text.
 
         Args:
-            more_tokens: the last segment is longer by so many (or shorter, if negative), never shorter than one.
+            more_tokens: tokens to add to the last segment; if negative, to remove, down to one token.
         """
         last = segments[-1]
         adjusted = [*segments[:-1], TokenSegment(last.key, max(1, last.num_tokens + more_tokens))]
@@ -55,24 +55,24 @@ class Units:
 
 
 def _draw(segment: TokenSegment, num_units: int, count: int, seed: int) -> list[int]:
-    """Indices of units; a longer draw of one key begins with the shorter one."""
+    """Indices of a segment's units. A longer segment of the same key begins with the shorter one."""
     indices: list[int] = np.random.default_rng([seed, 3, *segment.key]).integers(0, num_units, count).tolist()
     return indices
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """Body of every request of a run, beside its prompt and length."""
+class RequestTemplate:
+    """Body of all requests of a run, without their prompts and lengths."""
 
     model: str
     is_chat: bool
     temperature: float | None = 0.0
     ignore_eos: bool = False
     extra: tuple[tuple[str, Any], ...] = ()
-    """Further fields of the body; they win over ours."""
+    """Further fields of the body, which override the others."""
 
     def body(self, prompt: Any, output_tokens: int) -> dict[str, Any]:
-        """The request as JSON: ``prompt`` is text, token ids or messages."""
+        """Body of a request, for JSON; ``prompt`` is text, token ids or messages."""
         body: dict[str, Any] = {"model": self.model}
         if self.is_chat:
             body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -87,10 +87,10 @@ class Asking:
 
 
 def prompt_of(sample: Sample, units: Units, seed: int, corrections: dict[tuple[int, ...], int]) -> Any:
-    """Prompt of a sample's recipe: messages and texts as they are, segments filled.
+    """Prompt of a sample: its messages or text unchanged, or its segments filled with units.
 
     Args:
-        corrections: tokens by which the last segment of a key must be longer for the whole to be exact.
+        corrections: tokens to add to a prompt for its exact length, by the key of its last segment.
     """
     segments = [part for part in sample.recipe if isinstance(part, TokenSegment)]
     if not segments:
@@ -99,11 +99,11 @@ def prompt_of(sample: Sample, units: Units, seed: int, corrections: dict[tuple[i
 
 
 MIN_UNITS = 8
-"""Fewer words that are one token each, and the vocabulary is taken for one of characters."""
+"""Minimum number of words that are one token each; with fewer, prompts are made of single characters."""
 MAX_CORRECTIONS = 4
-"""Rounds in which one prompt's length is corrected."""
+"""Maximum attempts at correcting the length of one prompt."""
 TRUSTED_AFTER = 8
-"""So many prompts in a row that came out right at once, and the others are believed."""
+"""Number of consecutive prompts with the exact length at once, after which no further prompts are checked."""
 _CHARACTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 _PROBE_WORDS = (48, 144)
 
@@ -117,48 +117,54 @@ class Calibration:
     """Tokens to add to a prompt, by the key of its last segment."""
 
 
-def calibrate(remote: RemoteServer, asking: Asking, path: str, samples: Sequence[Sample], seed: int) -> Calibration:
-    """Find units for the samples' segments: token ids, else words counted by ``/tokenize``, else by ``usage``."""
+def calibrate(
+    remote: RemoteServer, template: RequestTemplate, path: str, samples: Sequence[Sample], seed: int
+) -> Calibration:
+    """Select units for the samples' segments.
+
+    The units are token ids if the server accepts them, otherwise words whose tokens ``/tokenize`` counts, otherwise
+    words whose tokens are estimated from ``usage``.
+    """
     if not any(isinstance(part, TokenSegment) for sample in samples for part in sample.recipe):
         return Calibration(Units(method="as given"))
-    ids = _ids(remote, asking.model, " " + " ".join(WORDS))
+    ids = _ids(remote, template.model, " " + " ".join(WORDS))
     if ids is None:
-        return Calibration(_by_usage(remote, asking, path))
-    if not asking.is_chat and _takes_ids(remote, asking, path, ids):
+        return Calibration(_by_usage(remote, template, path))
+    if not template.is_chat and _accepts_ids(remote, template, path, ids):
         return Calibration(Units(ids=tuple(sorted(set(ids))), method="exact: token ids"))
-    words = tuple(f" {word}" for word in WORDS if len(_ids(remote, asking.model, f" {word}") or ()) == 1)
+    words = tuple(f" {word}" for word in WORDS if len(_ids(remote, template.model, f" {word}") or ()) == 1)
     if len(words) < MIN_UNITS:
         words = _CHARACTERS
     units = Units(words=words, method="exact: words counted by /tokenize")
-    return Calibration(units, _corrections(remote, asking.model, units, samples, seed))
+    return Calibration(units, _corrections(remote, template.model, units, samples, seed))
 
 
 def _ids(remote: RemoteServer, model: str, text: str) -> list[int] | None:
-    """Token ids of a text alone; None where the server has no ``/tokenize`` as we know it."""
+    """Token ids of a text; None if the server has no ``/tokenize`` with the expected answer."""
     answer = remote.try_post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
     return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else None
 
 
-def _takes_ids(remote: RemoteServer, asking: Asking, path: str, ids: list[int]) -> bool:
-    return remote.try_post(path, _plain(asking.body(ids[:8], 1))) is not None
+def _accepts_ids(remote: RemoteServer, template: RequestTemplate, path: str, ids: list[int]) -> bool:
+    return remote.try_post(path, _plain(template.body(ids[:8], 1))) is not None
 
 
 def _corrections(
     remote: RemoteServer, model: str, units: Units, samples: Sequence[Sample], seed: int
 ) -> dict[tuple[int, ...], int]:
     corrections: dict[tuple[int, ...], int] = {}
-    right = 0
+    num_exact = 0
     for sample in samples:
-        if right >= TRUSTED_AFTER:
+        if num_exact >= TRUSTED_AFTER:
             break
-        wanted, key = sample.input_tokens, _last_key(sample)
-        if wanted is None or key is None:
+        num_tokens, key = sample.input_tokens, _last_key(sample)
+        if num_tokens is None or key is None:
             continue
         for attempt in range(MAX_CORRECTIONS):
-            missing = wanted - len(_ids(remote, model, prompt_of(sample, units, seed, corrections)) or ())
+            missing = num_tokens - len(_ids(remote, model, prompt_of(sample, units, seed, corrections)) or ())
             if missing == 0:
-                right = right + 1 if attempt == 0 else 0
+                num_exact = num_exact + 1 if attempt == 0 else 0
                 break
             corrections[key] = corrections.get(key, 0) + missing
     return corrections
@@ -169,24 +175,24 @@ def _last_key(sample: Sample) -> tuple[int, ...] | None:
     return last.key if isinstance(last, TokenSegment) else None
 
 
-def _by_usage(remote: RemoteServer, asking: Asking, path: str) -> Units:
-    """Words, and their tokens by the difference that more of them make: a template's own tokens cancel out."""
+def _by_usage(remote: RemoteServer, template: RequestTemplate, path: str) -> Units:
+    """Words, with their tokens estimated from two prompts of different length, so that the template's tokens cancel."""
     counts: list[int] = []
     for num_words in _PROBE_WORDS:
         text = " " + " ".join(WORDS[i % len(WORDS)] for i in range(num_words))
-        counts.append(_prompt_tokens(remote.post(path, _plain(asking.body(text, 1)))))
+        counts.append(_prompt_tokens(remote.post(path, _plain(template.body(text, 1)))))
     rate = (counts[1] - counts[0]) / (_PROBE_WORDS[1] - _PROBE_WORDS[0])
     if rate <= 0:
         raise RemoteError(
-            f"{remote.target.url} counts the tokens of prompts neither in usage nor by /tokenize; "
-            "random ones cannot be sized: give prompts by --dataset jsonl:FILE"
+            f"{remote.target.url} reports prompt tokens neither in usage nor by /tokenize, so random prompts cannot "
+            "have given lengths; use --dataset jsonl:FILE"
         )
-    words = tuple(f" {word}" for word in WORDS)
-    return Units(words=words, tokens_per_word=rate, method=f"estimated: {rate:.2f} tokens a word by usage")
+    method = f"estimated: {rate:.2f} tokens per word from usage"
+    return Units(words=tuple(f" {word}" for word in WORDS), tokens_per_word=rate, method=method)
 
 
 def _plain(body: dict[str, Any]) -> dict[str, Any]:
-    """The same request, not streamed."""
+    """Body of a request without streaming."""
     return {name: value for name, value in body.items() if name not in ("stream", "stream_options", "ignore_eos")}
 
 

@@ -1,4 +1,7 @@
-"""OpenAI's protocol from the side of a client: the base URL, requests as bytes, events of streamed answers. Pure."""
+"""Client side of OpenAI's protocol: the base URL, requests as bytes, and events of streamed answers.
+
+All functions are pure; `EventLineReader` has state.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,21 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One server."""
+    """Address of a server, and the key for it."""
 
     host: str
     port: int
     tls: bool
     root: str
-    """The path in front of ``/v1``, without a slash at its end."""
+    """Path before ``/v1``, without a slash at its end."""
     api_key: str | None = None
 
     @classmethod
     def parse(cls, base_url: str, api_key: str | None = None, flag: str = "--base-url") -> Target:
-        """Parse a URL with or without ``/v1`` at its end; UsageError states what a URL would be.
+        """Parse a URL with or without ``/v1`` at its end; UsageError, with an example, if it is invalid.
 
         Args:
-            flag: that the URL is of.
+            flag: flag with the URL, for the message.
         """
         parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         try:
@@ -43,13 +46,13 @@ class Target:
         if parts.scheme not in _PORTS or not parts.hostname or port == -1:
             raise UsageError(f"{flag} is {base_url!r}; it must look like http://127.0.0.1:9000")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise UsageError("--api-key holds characters that no HTTP header can carry")
+            raise UsageError("--api-key has characters that are invalid in an HTTP header; it must be printable ASCII")
         root = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or _PORTS[parts.scheme], parts.scheme == "https", root, api_key)
 
     @property
     def url(self) -> str:
-        """Base URL that paths of endpoints are put behind."""
+        """Base URL, to which paths of endpoints are appended."""
         return f"{'https' if self.tls else 'http'}://{self.authority}{self.root}"
 
     @property
@@ -64,7 +67,7 @@ class Target:
         return {"User-Agent": f"lockstep/{__version__}", **key}
 
     def post(self, path: str, body: Mapping[str, Any], more_headers: Mapping[str, str] | None = None) -> bytes:
-        """A whole POST request with a JSON body."""
+        """POST request with a JSON body, as bytes."""
         content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
         headers = {
             "Host": self.authority,
@@ -82,14 +85,14 @@ _DATA = b"data:"
 
 
 class EventLineReader:
-    """Reads lines of an event stream. One event is one line, as every server of this kind writes them."""
+    """Reader of an event stream's lines. Each event is one line, which all known servers of this API follow."""
 
     def __init__(self) -> None:
         self._decoder = msgspec.json.Decoder(CompletionChunk)
         self.is_done = False
 
     def read(self, line: bytes) -> CompletionChunk | None:
-        """The chunk of a line; None: a comment, an empty line, or the end. ValueError: an event of another kind."""
+        """Chunk of a line; None for a comment, an empty line or the end. ValueError for an event of another kind."""
         if self.is_done or not line.startswith(_DATA):
             return None
         content = line[len(_DATA) :].strip()
@@ -100,7 +103,7 @@ class EventLineReader:
 
 
 def reason_of(body: bytes) -> str:
-    """Reason of a refusal, from whatever body the server sent."""
+    """Reason of a rejected request, from a body in any format."""
     try:
         return error_message(msgspec.json.decode(body))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server outside of measurements; its failures in sentences."""
+"""Client of an OpenAI-compatible server, for requests that are not measured. Failures are errors with messages."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lockstep.errors import RemoteError
 
 CONNECT_LIMIT_S = 10.0
 READ_LIMIT_S = 600.0
-"""Seconds of silence: a model may think for long before its first token."""
+"""Maximum seconds without data. A model may take long until its first token."""
 _HINTS: Mapping[int, str] = {
-    401: "; give the server's key by --api-key or OPENAI_API_KEY",
-    403: "; give another key by --api-key or OPENAI_API_KEY",
+    401: "; set the server's key with --api-key or OPENAI_API_KEY",
+    403: "; set another key with --api-key or OPENAI_API_KEY",
 }
 
 
 class RemoteServer:
-    """One server. Use it as a context manager."""
+    """Client of one server. Use it as a context manager."""
 
     def __init__(self, target: Target, read_limit_s: float = READ_LIMIT_S) -> None:
         self.target = target
@@ -32,11 +32,11 @@ class RemoteServer:
         self._client = _client_of(target, read_limit_s)
 
     def models(self) -> list[str]:
-        """Names that the server answers to, in its order."""
+        """Names of the server's models, in its order."""
         return list(self._cards())
 
     def context_of(self, model: str) -> int | None:
-        """Tokens of a model's context; None: the server does not report it."""
+        """Context length of a model in tokens; None: the server does not report it."""
         length = self._cards().get(model, {}).get("max_model_len")
         return length if isinstance(length, int) else None
 
@@ -45,31 +45,31 @@ class RemoteServer:
         answer = self.get("/v1/models")
         entries = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(entries, list):
-            raise RemoteError(f"{self.target.url}/v1/models is no list of models; is this an OpenAI-compatible server?")
+            raise RemoteError(f"{self.target.url}/v1/models is not a list of models; is it OpenAI-compatible?")
         return {entry["id"]: entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)}
 
     def model_or_first(self, name: str | None) -> str:
-        """The name that was given, or the first that the server has."""
+        """The given name, or the name of the server's first model."""
         if name is not None:
             return name
         names = self.models()
         if not names:
-            raise RemoteError(f"{self.target.url} serves no model; give one by --model")
+            raise RemoteError(f"{self.target.url} lists no models; name one with --model")
         return names[0]
 
     def get(self, path: str) -> Any:
-        """The JSON that a GET answers; RemoteError states why there is none."""
+        """JSON answer of a GET request; RemoteError, with the reason, if there is none."""
         with self._translated():
             return _checked(self._client.get(path))
 
     def get_text(self, path: str) -> tuple[int, str]:
-        """Status and text of a GET, whatever they are; RemoteError states why there is no answer."""
+        """Any status and text of a GET request; RemoteError, with the reason, if the server does not answer."""
         with self._translated():
             response = self._client.get(path)
             return response.status_code, response.text
 
     def follow(self, path: str) -> Generator[str]:
-        """Lines of an answer without an end, such as server-sent events; RemoteError states why there are no more."""
+        """Lines of an answer without an end, such as server-sent events; RemoteError, with the reason, at a failure."""
         with self._translated(), self._client.stream("GET", path) as response:
             if response.status_code != httpx2.codes.OK:
                 response.read()
@@ -77,17 +77,17 @@ class RemoteServer:
             yield from response.iter_lines()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON that a POST answers; RemoteError states why there is none."""
+        """JSON answer of a POST request; RemoteError, with the reason, if there is none."""
         with self._translated():
             return _checked(self._client.post(path, json=body))
 
     def delete(self, path: str) -> Any:
-        """The JSON that a DELETE answers; RemoteError states why there is none."""
+        """JSON answer of a DELETE request; RemoteError, with the reason, if there is none."""
         with self._translated():
             return _checked(self._client.delete(path))
 
     def try_post(self, path: str, body: Mapping[str, Any]) -> Any | None:
-        """The JSON that a POST answers; None where the server refuses it."""
+        """JSON answer of a POST request; None if the server rejects the request."""
         with self._translated():
             response = self._client.post(path, json=body)
         try:
@@ -96,14 +96,14 @@ class RemoteServer:
             return None
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[CompletionChunk]:
-        """The chunks of a streamed answer as they come. Closing it early closes the connection and ends the generation.
+        """Chunks of a streamed answer. Closing the generator closes the connection, which ends the generation.
 
         Raises:
-            RemoteError: the server refuses, breaks off, or reports an error in mid-stream.
+            RemoteError: the server rejects the request, ends the stream early, or reports an error within it.
         """
         try:
             yield from self._stream(path, body)
-        except KeyboardInterrupt:  # it may have come amid the client's own bookkeeping: go on with another client
+        except KeyboardInterrupt:  # it may have left the client in an inconsistent state: replace the client
             interrupted, self._client = self._client, _client_of(self.target, self._read_limit_s)
             with suppress(Exception):
                 interrupted.close()
@@ -122,7 +122,7 @@ class RemoteServer:
                 if chunk is not None:
                     yield chunk
         if not reader.is_done:
-            raise RemoteError(f"{self.target.url} broke off in the middle of the answer")
+            raise RemoteError(f"{self.target.url} ended the stream before the answer was complete")
 
     def close(self) -> None:
         self._client.close()
@@ -137,7 +137,7 @@ class RemoteServer:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Translate whatever the transport raises into a sentence."""
+        """Translate errors of the transport to RemoteError."""
         url = self.target.url
         try:
             yield
@@ -146,14 +146,14 @@ class RemoteServer:
                 f"cannot connect to {url} ({error}); is the server running? `lockstep serve` starts one"
             ) from None
         except httpx2.TimeoutException as error:
-            raise RemoteError(f"{url} was silent for too long ({type(error).__name__})") from None
+            raise RemoteError(f"{url} did not answer in time ({type(error).__name__})") from None
         except httpx2.HTTPError as error:
-            raise RemoteError(f"the connection to {url} broke: {error or type(error).__name__}") from None
+            raise RemoteError(f"the connection to {url} failed: {error or type(error).__name__}") from None
 
 
 def _client_of(target: Target, read_limit_s: float) -> httpx2.Client:
     limits = httpx2.Timeout(read_limit_s, connect=CONNECT_LIMIT_S)
-    # As the measuring client does it: no proxies from the environment, and the system's certificates.
+    # The same as in the measuring client: no proxies from the environment, and the system's certificates.
     verify = ssl.create_default_context() if target.tls else False
     return httpx2.Client(base_url=target.url, headers=target.headers, timeout=limits, trust_env=False, verify=verify)
 
@@ -162,11 +162,11 @@ def _read(reader: EventLineReader, line: str) -> CompletionChunk | None:
     try:
         return reader.read(line.encode())
     except ValueError as error:
-        raise RemoteError(f"an event of the stream is no completion chunk ({error})") from None
+        raise RemoteError(f"an event of the stream is not a completion chunk ({error})") from None
 
 
 def _checked(response: httpx2.Response) -> Any:
-    """The JSON of an answer; RemoteError if the server refuses, or sends something else."""
+    """JSON of an answer; RemoteError if the server rejects the request or answers in another format."""
     code = response.status_code
     if code != httpx2.codes.OK:
         raise RemoteError(f"{response.url} answered {code}: {reason_of(response.content)}{_HINTS.get(code, '')}")

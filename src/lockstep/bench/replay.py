@@ -1,4 +1,4 @@
-"""Replay bench: requests per second with steps counted and with each step planned, and that both decide the same."""
+"""Replay bench: requests per second with and without computing repeated steps at once; checks that decisions agree."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lockstep.report.document import Number, Table, numbers, words
 from lockstep.report.text import to_lines
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes that `ru_maxrss` counts."""
-_WAYS = {"run_lengths": True, "single_steps": False}
-"""Steps that repeat are counted, or each is planned."""
+"""Bytes per unit of `ru_maxrss`."""
+_METHODS = {"run_lengths": True, "single_steps": False}
+"""Methods of simulation: repeated steps are computed at once, or each step is planned."""
 
 
 def run_replay_bench(
@@ -27,14 +27,17 @@ def run_replay_bench(
     num_rounds: int,
     report: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any]:
-    """Replay a file from its first byte to the last figure, several times each way; the best round counts.
+    """Replay a file several times with each method; the fastest round counts.
 
-    Times are CPU time of this thread, so that other work on the machine only disturbs them; the file is read anew in
-    each round. Returns the figures, ``faults`` among them: what must not be.
+    Times are CPU times of this thread, which other work on the machine affects less. Each round reads the file again.
+    Returns the metrics, and in ``faults`` messages about wrong results.
+
+    Args:
+        report: called with a line about each round.
     """
     result: dict[str, Any] = {"file": path, "num_rounds": num_rounds, "faults": []}
     prints = []
-    for name, run_lengths in _WAYS.items():
+    for name, run_lengths in _METHODS.items():
         times_s = []
         for number in range(num_rounds):
             report(f"{name}, round {number + 1} of {num_rounds}")
@@ -59,23 +62,22 @@ def run_replay_bench(
         }
     result["peak_memory_bytes"] = peak_memory_bytes()
     if prints[0] != prints[1]:
-        result["faults"].append(f"counted steps decide otherwise than single ones: {prints[0]} and {prints[1]}")
+        result["faults"].append(f"the decisions of both methods differ: fingerprints {prints[0]} and {prints[1]}")
     return result
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has had."""
+    """Maximum resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
 
 
 def text_of(result: Mapping[str, Any]) -> str:
-    """The figures as lines."""
+    """Table of a result."""
     columns = numbers("requests/s", "best s", "steps", "decided", "us each")
     table = Table("", (*words(""), *columns, *words("fingerprint")))
-    for name in _WAYS:
-        row = result[name]
+    for name in _METHODS:
+        row, method = result[name], name.replace("_", " ")
         speed, best = f"{row['requests_per_s']:,.0f}", f"{row['best_s']:.2f}"
-        steps, decided, each = row["steps"], row["decided_steps"], f"{row['us_per_decided_step']:.1f}"
-        figures = (speed, best, Number(steps), Number(decided), each, row["fingerprint"])
-        table.rows.append((name.replace("_", " "), *figures))
+        steps, decided, each = Number(row["steps"]), Number(row["decided_steps"]), f"{row['us_per_decided_step']:.1f}"
+        table.rows.append((method, speed, best, steps, decided, each, row["fingerprint"]))
     return f"{to_lines(table)}\npeak memory {result['peak_memory_bytes'] / 1e6:,.0f} MB"

@@ -1,4 +1,4 @@
-"""Open loop: sends a run's requests when they are due, whatever the server does."""
+"""Open-loop runner: sends requests at their due times, independent of the server's answers."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from lockstep.bench.client import Client, Outcome, TimedExchange, read_exchange
 from lockstep.bench.protocol import Target
 
 MAX_KEPT_BYTES = 256 << 20
-"""Bytes of requests that are written before the run, and of answers that are kept as they came. Beyond it, a request is
-written just before it is due, and an answer is read when its request ends, during the run."""
+"""Maximum bytes of requests that are written before the run, and of answers that are parsed after it. Beyond it,
+requests are written just before they are due, and answers are parsed during the run."""
 _REPORT_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request to come."""
+    """Request with its due time."""
 
     due_s: float | None
-    """After the start of the run; None: at once, as soon as concurrency allows, and measured from when it is sent."""
+    """Due time in seconds after the run's start; None: as soon as concurrency allows, and measured from its sending."""
     write: Callable[[], bytes]
-    """Makes the request."""
+    """Function that writes the request."""
     prompt_tokens: int | None
     target: int = 0
-    """Place of its server among those of the run."""
+    """Index of its server in the run's list."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Outcomes of a run, also of one that was interrupted."""
+    """Result of a run, which may have been interrupted."""
 
     outcomes: list[Outcome | None]
-    """By job; None: interrupted before its end."""
+    """Outcomes in the order of the jobs; None: interrupted before the end."""
     duration_s: float = 0.0
     cpu_s: float = 0.0
     """Processor time of this process while requests were open."""
@@ -51,38 +51,39 @@ class Run:
 
 
 @dataclass(slots=True)
-class Watch:
+class RunProgress:
     """Progress of a run, for display."""
 
     num_jobs: int
     num_done: int = 0
     num_failed: int = 0
-    on_report: Callable[[Watch], None] = field(default=lambda watch: None)
+    on_report: Callable[[RunProgress], None] = field(default=lambda progress: None)
 
 
 class Runner:
-    """One run. Cancelling `run` ends it early; what was measured stays in `result`."""
+    """One run. Cancelling `run` ends it early; `result` then has the outcomes so far."""
 
     def __init__(
         self,
         clients: Sequence[Client],
         jobs: Sequence[PlannedRequest],
         max_concurrency: int | None,
-        watch: Watch,
+        state: RunProgress,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         self._clients = clients
         self._jobs = jobs
-        self._places = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        self._watch = watch
+        self._concurrency = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._progress = state
+
         self._exchanges: dict[int, tuple[TimedExchange, float]] = {}
         self._max_kept_bytes = max_kept_bytes
-        self._kept_bytes = 0
+        self._unread_bytes = 0
         self._origin_s = 0.0
         self.result = Run([None] * len(jobs))
 
     async def run(self) -> None:
-        """Send everything and wait for all answers; then read them."""
+        """Send all requests, wait for their answers, and parse them."""
         prepared = _prepare(self._jobs, self._max_kept_bytes)
         reporter = asyncio.ensure_future(self._report())
         cpu_s, self._origin_s = time.process_time(), time.perf_counter()
@@ -100,30 +101,30 @@ class Runner:
             self.result.cpu_s = time.process_time() - cpu_s
             reporter.cancel()
             self._read_all()
-            self._watch.on_report(self._watch)
+            self._progress.on_report(self._progress)
 
     async def _until(self, due_s: float | None) -> None:
         if due_s is None:
             return
-        # Again, because timers tick in milliseconds and may be early by half of one.
+        # In a loop, because timers have a resolution of milliseconds and may be early by half of one.
         while (wait_s := self._origin_s + due_s - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)
 
     async def _one(self, index: int, job: PlannedRequest, request: bytes) -> None:
         exchange = TimedExchange()
-        async with self._places:
+        async with self._concurrency:
             start_s = time.perf_counter() if job.due_s is None else self._origin_s + job.due_s
             await self._clients[job.target].send(request, exchange)
-        self._watch.num_done += 1
-        self._watch.num_failed += bool(exchange.error) or exchange.status >= 400
+        self._progress.num_done += 1
+        self._progress.num_failed += bool(exchange.error) or exchange.status >= 400
         self._exchanges[index] = (exchange, start_s)
-        self._kept_bytes += exchange.num_bytes
-        if self._kept_bytes > self._max_kept_bytes:
+        self._unread_bytes += exchange.num_bytes
+        if self._unread_bytes > self._max_kept_bytes:
             self._read(index)
 
     async def _report(self) -> None:
         while True:
-            self._watch.on_report(self._watch)
+            self._progress.on_report(self._progress)
             await asyncio.sleep(_REPORT_INTERVAL_S)
 
     def _read_all(self) -> None:
@@ -132,7 +133,7 @@ class Runner:
 
     def _read(self, index: int) -> None:
         exchange, start_s = self._exchanges.pop(index)
-        self._kept_bytes -= exchange.num_bytes
+        self._unread_bytes -= exchange.num_bytes
         self.result.outcomes[index] = read_exchange(exchange, start_s, self._jobs[index].prompt_tokens)
 
 
@@ -151,22 +152,22 @@ def run_load(
     targets: Sequence[Target],
     jobs: Sequence[PlannedRequest],
     max_concurrency: int | None,
-    watch: Watch,
+    progress: RunProgress,
     max_kept_bytes: int = MAX_KEPT_BYTES,
 ) -> Run:
-    """Run to the end, or to Ctrl-C, in an event loop of its own.
+    """Run all jobs, or those until Ctrl-C, in a new event loop.
 
     Args:
-        targets: servers, by their places in jobs.
-        max_concurrency: requests that are open at once; None: as many as are due.
-        max_kept_bytes: limit of what is prepared before the run, and of what is read after it.
+        targets: servers, in the order of the jobs' indices.
+        max_concurrency: maximum number of open requests; None: no limit.
+        max_kept_bytes: limit of what is written before the run, and of what is parsed after it.
     """
     runners: list[Runner] = []
 
     async def whole() -> None:
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(Client(target)) for target in targets]
-            runners.append(Runner(clients, jobs, max_concurrency, watch, max_kept_bytes))
+            runners.append(Runner(clients, jobs, max_concurrency, progress, max_kept_bytes))
             await runners[0].run()
 
     try:
@@ -179,24 +180,24 @@ def run_load(
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The loop that the server has as well."""
+    """Factory of the event loop that the server uses, too; None: asyncio's."""
     try:
         import uvloop
-    except ImportError:  # not on Windows
+    except ImportError:  # uvloop does not support Windows
         return None
     return uvloop.new_event_loop
 
 
 def arrival_times(count: int, rate_per_s: float, burstiness: float, seed: int) -> tuple[float, ...]:
-    """Seconds after the start at which each of ``count`` requests is due, ascending.
+    """Due times of ``count`` requests in seconds after the start, ascending.
 
-    Gaps have the mean ``1 / rate`` and the shape ``burstiness``: 1 is a Poisson process, less comes in bursts, more
-    comes evenly, infinity is a metronome. As in `vllm bench serve`, times are scaled so that the last request is due at
-    ``count / rate`` whatever the seed: throughputs of two seeds can then be compared.
+    Gaps have the mean ``1 / rate`` and the shape ``burstiness``: 1 is a Poisson process, less is burstier, more is more
+    even, and infinity is a constant gap. As in `vllm bench serve`, times are scaled so that the last request is due at
+    ``count / rate`` for every seed, so that throughputs of different seeds are comparable.
 
     Args:
-        rate_per_s: above 0; infinity makes everything due at once.
-        burstiness: above 0.
+        rate_per_s: requests per second, above 0; infinity makes all requests due at once.
+        burstiness: shape of the gaps, above 0.
     """
     if count == 0 or math.isinf(rate_per_s):
         return (0.0,) * count
@@ -208,11 +209,11 @@ def arrival_times(count: int, rate_per_s: float, burstiness: float, seed: int) -
 
 
 @contextmanager
-def progress(num_jobs: int, is_wanted: bool) -> Iterator[Watch]:
-    """A progress bar on standard error, if that is a terminal. The run itself draws it: a thread would slow the run."""
-    watch = Watch(num_jobs)
-    if not is_wanted or not sys.stderr.isatty():
-        yield watch
+def shown_progress(num_jobs: int, is_shown: bool) -> Iterator[RunProgress]:
+    """Progress with a bar on standard error if that is a terminal. The run draws it: a thread would slow the run."""
+    run_progress = RunProgress(num_jobs)
+    if not is_shown or not sys.stderr.isatty():
+        yield run_progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -221,10 +222,10 @@ def progress(num_jobs: int, is_wanted: bool) -> Iterator[Watch]:
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bars:
         task = bars.add_task("requests", total=num_jobs)
 
-        def draw(watch: Watch) -> None:
-            failed = f" ({watch.num_failed} failed)" if watch.num_failed else ""
-            bars.update(task, completed=watch.num_done, description=f"requests{failed}")
+        def draw(current: RunProgress) -> None:
+            failed = f" ({current.num_failed} failed)" if current.num_failed else ""
+            bars.update(task, completed=current.num_done, description=f"requests{failed}")
             bars.refresh()
 
-        watch.on_report = draw
-        yield watch
+        run_progress.on_report = draw
+        yield run_progress

@@ -1,4 +1,4 @@
-"""Samples: requests to come, drawn at random or read from JSON lines and traces. Prompts are recipes, no text yet."""
+"""Samples: requests to send, drawn at random or read from JSON lines and traces. Their prompts are recipes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lockstep.replay.readers.fields import PS_PER_S
 from lockstep.replay.workload import ArrivalUnit, WorkloadRequest
 
 MAX_SAMPLES = 1_000_000
-"""More requests than this are no benchmark but a mistake in a flag."""
+"""Maximum number of requests of a run."""
 
 
 class TokenSegment(NamedTuple):
-    """A run of tokens that is the same wherever the key is the same; a shorter one is a prefix of a longer one."""
+    """Tokens that are equal for equal keys. A shorter segment is a prefix of a longer one with the same key."""
 
     key: tuple[int, ...]
     num_tokens: int
@@ -34,41 +34,41 @@ Recipe = str | Messages | tuple[TokenSegment, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A request to come."""
+    """Request to send."""
 
     recipe: Recipe
-    """Text or messages as they are, or segments to be filled with words or tokens."""
+    """Text or messages of the prompt, or segments to fill with words or tokens."""
     output_tokens: int
     at_s: float | None = None
-    """Seconds after the start at which a trace has it; None: the arrival process sets the time."""
+    """Due time in a trace, in seconds after the start; None: the arrival process sets the time."""
 
     @property
     def input_tokens(self) -> int | None:
-        """Tokens of the prompt as far as the recipe has them, without any template."""
+        """Tokens of the prompt's segments, without a template; None for a text or messages."""
         segments = [part for part in self.recipe if isinstance(part, TokenSegment)]
         return sum(segment.num_tokens for segment in segments) if segments else None
 
 
 @dataclass(frozen=True, slots=True)
 class RandomLengths:
-    """The shape of random requests, in tokens."""
+    """Lengths of random requests in tokens."""
 
     input_tokens: int
     output_tokens: int
     range_ratio: float = 0.0
-    """Lengths are uniform within this part of themselves; 0: all equal."""
+    """Relative range of the uniform distribution of lengths; 0: all are equal."""
     prefix_tokens: int = 0
-    """Shared by all prompts, in front of ``input_tokens``."""
+    """Length of a common prefix of all prompts, in addition to ``input_tokens``."""
 
     def __post_init__(self) -> None:
         if self.input_tokens < 1 or self.output_tokens < 1 or self.prefix_tokens < 0:
-            raise UsageError("--random-input-len and --random-output-len begin at 1, --random-prefix-len at 0")
+            raise UsageError("--random-input-len and --random-output-len must be from 1, --random-prefix-len from 0")
         if not 0.0 <= self.range_ratio < 1.0:
             raise UsageError(f"--random-range-ratio is {self.range_ratio}; it must be at least 0 and below 1")
 
 
 def random_samples(count: int, lengths: RandomLengths, seed: int) -> tuple[Sample, ...]:
-    """``count`` samples of random length and content, the same for the same seed."""
+    """``count`` samples of random length and content; equal seeds give equal samples."""
     rng = np.random.default_rng([seed, 1])
     inputs = _lengths(rng, lengths.input_tokens, lengths.range_ratio, count)
     outputs = _lengths(rng, lengths.output_tokens, lengths.range_ratio, count)
@@ -88,12 +88,12 @@ def jsonl_samples(lines: Iterable[str], name: str, output_tokens: int, limit: in
     """Samples from lines with ``prompt`` (text) or ``messages`` and, optionally, ``output_tokens``.
 
     Args:
-        name: of the file, for errors.
-        output_tokens: for lines that do not say.
-        limit: samples at most.
+        name: name of the file, for errors.
+        output_tokens: output length of lines without one.
+        limit: maximum number of samples.
 
     Raises:
-        UsageError: a line is none of these; the message has its number.
+        UsageError: a line has another form; the message has its number.
     """
     samples: list[Sample] = []
     for number, line in enumerate(lines, 1):
@@ -102,25 +102,25 @@ def jsonl_samples(lines: Iterable[str], name: str, output_tokens: int, limit: in
         if line.strip():
             samples.append(_jsonl_sample(line, f"{name}:{number}", output_tokens))
     if not samples:
-        raise UsageError(f'{name} holds no request; each line is {{"prompt": "…"}} or {{"messages": […]}}')
+        raise UsageError(f'{name} has no requests; each line must be {{"prompt": "…"}} or {{"messages": […]}}')
     return tuple(samples)
 
 
 def _jsonl_sample(line: str, place: str, output_tokens: int) -> Sample:
     fields = json_object(line, place)
-    wanted = fields.get("output_tokens", output_tokens)
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-        raise UsageError(f"{place}: output_tokens is {wanted!r}; it must be a whole number from 1")
+    num_output = fields.get("output_tokens", output_tokens)
+    if not isinstance(num_output, int) or isinstance(num_output, bool) or num_output < 1:
+        raise UsageError(f"{place}: output_tokens is {num_output!r}; it must be a whole number from 1")
     prompt, messages = fields.get("prompt"), fields.get("messages")
     if isinstance(prompt, str) and prompt:
-        return Sample(prompt, wanted)
+        return Sample(prompt, num_output)
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        return Sample(tuple(messages), wanted)
-    raise UsageError(f'{place}: neither a "prompt" with text nor a "messages" list')
+        return Sample(tuple(messages), num_output)
+    raise UsageError(f'{place}: the line must have a "prompt" with text or a list of "messages"')
 
 
 def json_object(line: str, place: str) -> dict[str, Any]:
-    """A line as a JSON object; UsageError names the place when it is none."""
+    """Parse a line as a JSON object; UsageError, with the line's location ``place``, if it is not one."""
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -134,16 +134,16 @@ log = logging.getLogger(__name__)
 
 
 def trace_samples(path: Path, options: ReadOptions) -> tuple[Sample, ...]:
-    """The requests of a trace; equal contents are equal segments, and priorities and tenants stay behind.
+    """Samples of a trace's requests. Equal contents become equal segments; priorities and tenants are ignored.
 
     Raises:
-        TraceError: the file cannot be read, or its requests have no times; the message names the line.
+        TraceError: the file cannot be read, or its requests have no times; the message has the line.
     """
     workload = read_workload(path, options)
     for note in workload.notes:
         log.warning("%s", note)
     if workload.unit is ArrivalUnit.TICKS:
-        raise TraceError(f"{workload.name} counts arrivals in ticks of a simulation; a server needs arrival_ms")
+        raise TraceError(f"{workload.name} has arrivals in ticks of a simulation; a server bench requires arrival_ms")
     return tuple([_sample(request, index, workload.content_size) for index, request in enumerate(workload.requests)])
 
 

@@ -1,4 +1,4 @@
-"""Server bench: options in, result out. The one place where the parts of a run meet."""
+"""Server bench: runs a load against a server, and computes the result."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import msgspec
 import numpy as np
 
 from lockstep.bench.client import Outcome
-from lockstep.bench.prompts import Asking, Calibration, calibrate, prompt_of
+from lockstep.bench.prompts import Calibration, RequestTemplate, calibrate, prompt_of
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import RemoteServer
-from lockstep.bench.runner import PlannedRequest, Run, Watch, arrival_times, progress, run_load
+from lockstep.bench.runner import PlannedRequest, Run, RunProgress, arrival_times, run_load, shown_progress
 from lockstep.bench.samples import MAX_SAMPLES, RandomLengths, Sample, jsonl_samples, random_samples, trace_samples
 from lockstep.bench.statistics import figures, per_request
 from lockstep.errors import UsageError
 from lockstep.replay.readers import ReadOptions
 
 DEFAULT_NUM_PROMPTS = 100
-"""Of random requests; files are taken whole."""
+"""Default number of random requests. Files are read completely."""
 _CHAT = "/chat/completions"
 
 
@@ -36,7 +36,7 @@ class Dataset:
 
     @classmethod
     def parse(cls, text: str) -> Dataset:
-        """``random``, ``trace:FILE`` or ``jsonl:FILE``; UsageError otherwise."""
+        """Parse ``random``, ``trace:FILE`` or ``jsonl:FILE``; UsageError for any other text."""
         kind, _, name = text.partition(":")
         if text == "random":
             return cls("random")
@@ -44,17 +44,17 @@ class Dataset:
             return cls("trace", Path(name).expanduser())
         if kind == "jsonl" and name:
             return cls("jsonl", Path(name).expanduser())
-        raise UsageError(f"--dataset is {text!r}; it is random, trace:FILE or jsonl:FILE")
+        raise UsageError(f"--dataset is {text!r}; it must be random, trace:FILE or jsonl:FILE")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The load of a measurement, and which figures are wanted."""
+    """Options of a server bench: the load and the reported metrics."""
 
     target: Target
     dataset: Dataset
     lengths: RandomLengths
-    """Of random requests; its output length is also that of lines that do not say."""
+    """Lengths of random requests. The output length also applies to JSON lines without one."""
     backend: str = "openai-chat"
     endpoint: str = "/v1/chat/completions"
     model: str | None = None
@@ -74,7 +74,7 @@ class ServeOptions:
     trace_spread: bool = False
     shows_progress: bool = True
     candidate: Target | None = None
-    """A second server, to which each request is sent as well."""
+    """Second server, which receives each request, too; None: there is none."""
 
     def __post_init__(self) -> None:
         if not self.request_rate > 0 or not self.burstiness > 0 or not self.trace_speed > 0:
@@ -85,17 +85,17 @@ class ServeOptions:
             raise UsageError(f"--max-concurrency is {self.max_concurrency}; it must be at least 1")
         if self.num_warmups < 0 or self.seed < 0:
             raise UsageError("--num-warmups and --seed must not be negative")
-        self._check_fit()
+        self._check_combinations()
 
-    def _check_fit(self) -> None:
-        """Nothing that was requested may be without effect."""
+    def _check_combinations(self) -> None:
+        """Reject options that have no effect."""
         is_trace, has_rate = self.dataset.kind == "trace", not math.isinf(self.request_rate)
         if is_trace and has_rate:
-            raise UsageError("--request-rate has no place beside a trace, which has its own times; see --trace-speed")
+            raise UsageError("--request-rate does not apply to a trace, which has its own times; see --trace-speed")
         if self.burstiness != 1.0 and not has_rate:
-            raise UsageError("--burstiness shapes the gaps between requests: it needs a --request-rate")
+            raise UsageError("--burstiness requires --request-rate, because it shapes the gaps between requests")
         if not is_trace and (self.trace_speed != 1.0 or self.trace_spread):
-            raise UsageError("--trace-speed and --trace-spread need --dataset trace:FILE")
+            raise UsageError("--trace-speed and --trace-spread require --dataset trace:FILE")
 
     @property
     def is_chat(self) -> bool:
@@ -103,36 +103,37 @@ class ServeOptions:
 
     @property
     def is_timed(self) -> bool:
-        """True if requests are due at times of their own, so that latencies count from those."""
+        """True if requests have due times, from which latencies are measured."""
         return self.dataset.kind == "trace" or not math.isinf(self.request_rate)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPair:
-    """One request as a baseline and a candidate answered it; None: interrupted before its end."""
+    """Outcomes of one request on both servers; None: interrupted before the end."""
 
     index: int
-    """Of the request in the data set."""
+    """Index of the request in the data set."""
     baseline: Outcome | None
     candidate: Outcome | None
 
 
 @dataclass(frozen=True, slots=True)
 class ServeResult:
-    """Figures, and the outcomes behind them."""
+    """Metrics of a run, and the outcomes that they are computed from."""
 
     figures: dict[str, Any]
+    """Metrics by name, in the form of the JSON output."""
     outcomes: list[Outcome]
     was_interrupted: bool
     pairs: tuple[AnswerPair, ...] = ()
-    """With a candidate: each request as both servers answered it."""
+    """Outcomes of each request on both servers; empty without a candidate."""
 
     def as_json(self, *, detailed: bool) -> dict[str, Any]:
         return self.figures | (per_request(self.outcomes) if detailed else {})
 
 
 def samples_of(options: ServeOptions) -> tuple[Sample, ...]:
-    """The requests of the data set, with due times where they are timed."""
+    """Requests of the data set. Those of a trace have due times."""
     dataset, limit = options.dataset, options.num_prompts or MAX_SAMPLES
     if dataset.path is None:
         return random_samples(options.num_prompts or DEFAULT_NUM_PROMPTS, options.lengths, options.seed)
@@ -146,36 +147,36 @@ def samples_of(options: ServeOptions) -> tuple[Sample, ...]:
         raise UsageError(f"--dataset {dataset.kind}:{dataset.path} cannot be read ({error})") from None
 
 
-def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
+def run_serve(options: ServeOptions, report: Callable[[str], None]) -> ServeResult:
     """Measure a server.
 
     Args:
-        say: called with a sentence for each stage.
+        report: called with a line about each stage.
 
     Raises:
         UsageError, TraceError: the data set cannot be read.
-        RemoteError: the server does not answer at all; single failures are part of the result.
+        RemoteError: the server cannot be reached. Failures of single requests are part of the result.
     """
     samples = samples_of(options)
     if not options.is_chat and any(isinstance(part, dict) for sample in samples for part in sample.recipe):
-        raise UsageError("the data set holds conversations (messages), which need --backend openai-chat")
+        raise UsageError("the data set has conversations (messages), which require --backend openai-chat")
     with RemoteServer(options.target) as remote:
         model = remote.model_or_first(options.model)
-        asking = Asking(model, options.is_chat, options.temperature, options.ignore_eos, options.extra_body)
-        calibration = calibrate(remote, asking, options.endpoint, samples, options.seed)
-    jobs = _jobs(options, asking, calibration, samples)
+        template = RequestTemplate(model, options.is_chat, options.temperature, options.ignore_eos, options.extra_body)
+        calibration = calibrate(remote, template, options.endpoint, samples, options.seed)
+    jobs = _jobs(options, template, calibration, samples)
     targets = [options.target, *([] if options.candidate is None else [options.candidate])]
     if options.num_warmups:
         of_each = options.num_warmups * len(targets)
         warmups = [replace(jobs[i % len(jobs)], due_s=None, prompt_tokens=None) for i in range(of_each)]
-        say(f"{options.num_warmups} warm-up requests")
-        warm = run_load(targets, warmups, options.max_concurrency, Watch(len(warmups)))
+        report(f"{options.num_warmups} warm-up requests")
+        warm = run_load(targets, warmups, options.max_concurrency, RunProgress(len(warmups)))
         if warm.was_interrupted:
             raise KeyboardInterrupt
     where = " and ".join(f"{target.url}{options.endpoint}" for target in targets)
-    say(f"{len(samples)} requests to {where}, model {model}, prompts {calibration.units.method}")
-    with progress(len(jobs), options.shows_progress) as watch:
-        run = run_load(targets, jobs, options.max_concurrency, watch)
+    report(f"{len(samples)} requests to {where}, model {model}, prompts {calibration.units.method}")
+    with shown_progress(len(jobs), options.shows_progress) as run_progress:
+        run = run_load(targets, jobs, options.max_concurrency, run_progress)
     result = _result(options, model, jobs, run)
     if options.candidate is None:
         return result
@@ -183,7 +184,7 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
 
 
 def _jobs(
-    options: ServeOptions, asking: Asking, calibration: Calibration, samples: Sequence[Sample]
+    options: ServeOptions, template: RequestTemplate, calibration: Calibration, samples: Sequence[Sample]
 ) -> list[PlannedRequest]:
     times: Sequence[float | None] = [sample.at_s for sample in samples]
     if options.dataset.kind != "trace":
@@ -193,21 +194,21 @@ def _jobs(
     def writer(index: int, sample: Sample, target: Target) -> Callable[[], bytes]:
         def write() -> bytes:
             prompt = prompt_of(sample, calibration.units, options.seed, calibration.corrections)
-            body = asking.body(prompt, sample.output_tokens)
+            body = template.body(prompt, sample.output_tokens)
             return target.post(options.endpoint, body, {"X-Request-Id": request_id(options.seed, index)})
 
         return write
 
     targets = list(enumerate([options.target] if options.candidate is None else [options.target, options.candidate]))
     return [
-        PlannedRequest(at_s, writer(index, sample, target), sample.input_tokens, place)
+        PlannedRequest(at_s, writer(index, sample, target), sample.input_tokens, side)
         for index, (at_s, sample) in enumerate(zip(times, samples, strict=True))
-        for place, target in (targets if index % 2 == 0 else reversed(targets))
+        for side, target in (targets if index % 2 == 0 else reversed(targets))
     ]
 
 
 def _with_pairs(options: ServeOptions, result: ServeResult, pairs: Sequence[AnswerPair]) -> ServeResult:
-    """The result with its pairs, and the candidate's figures beside the baseline's."""
+    """Add the pairs and the candidate's metrics to a result."""
     done = [pair.candidate for pair in pairs if pair.candidate is not None]
     duration_s = float(result.figures["duration"])
     candidate = figures(done, duration_s, options.metrics, options.percentiles, options.goals)
@@ -238,12 +239,12 @@ def _result(options: ServeOptions, model: str, jobs: Sequence[PlannedRequest], r
 
 
 def request_id(seed: int, index: int) -> str:
-    """The id that a request has on both servers, in their logs and recordings."""
+    """Id of a request on both servers, for their logs and recordings."""
     return f"bench-{seed}-{index}"
 
 
 def pairs_of(jobs: Sequence[PlannedRequest], outcomes: Sequence[Outcome | None]) -> list[AnswerPair]:
-    """Outcomes of a run whose jobs come in twos, in either order."""
+    """Pair the outcomes of a run in which two successive jobs, in either order, are the same request."""
     pairs = []
     for index in range(len(jobs) // 2):
         both = {jobs[at].target: outcomes[at] for at in (2 * index, 2 * index + 1)}
@@ -252,20 +253,20 @@ def pairs_of(jobs: Sequence[PlannedRequest], outcomes: Sequence[Outcome | None])
 
 
 def lines_of(pairs: Iterable[AnswerPair], seed: int, model: str) -> bytes:
-    """Pairs as JSON lines, which `lockstep gate` reads; those that neither server answered to the end are left out."""
+    """Pairs as JSON lines for `lockstep gate`, without pairs that were interrupted on both servers."""
     encode = msgspec.json.encode
     lines = []
     for pair in pairs:
         sides = {"baseline": pair.baseline, "candidate": pair.candidate}
-        known = {side: _observation(outcome) for side, outcome in sides.items() if outcome is not None}
-        if known:
-            line = {"request_id": request_id(seed, pair.index), "index": pair.index, "model": model, **known}
+        ended = {side: _observation(outcome) for side, outcome in sides.items() if outcome is not None}
+        if ended:
+            line = {"request_id": request_id(seed, pair.index), "index": pair.index, "model": model, **ended}
             lines.append(encode(line) + b"\n")
     return b"".join(lines)
 
 
 def _observation(outcome: Outcome) -> dict[str, Any]:
-    """One answer in the fields of an observation; times in milliseconds, but for its start."""
+    """Fields of an answer's observation. Times are in milliseconds, except the start ``ts`` in seconds."""
     if not outcome.is_success:
         return {"ts": outcome.start_s, "ok": False, "error": outcome.error}
     return {

@@ -1,4 +1,4 @@
-"""Figures of a run from its outcomes, and their text; names, definitions and order are those of `vllm bench serve`."""
+"""Metrics of a run, and their text. Names, definitions and order are those of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ METRICS: Mapping[str, str] = {
     "e2el": "End-to-end Latency",
 }
 GOALS = ("ttft", "tpot", "e2el")
-"""Metrics that one request can meet or miss."""
+"""Metrics that can have a goal per request."""
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """``50,90,99`` as numbers; UsageError where one is not within 0 to 100."""
+    """Percentiles of a text such as ``50,90,99``; UsageError if one is not from 0 to 100."""
     try:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:
         values = (-1.0,)
     if not all(0 <= value <= 100 for value in values):
-        raise UsageError(f"--metric-percentiles is {text!r}; write numbers from 0 to 100, such as 50,90,99")
+        raise UsageError(f"--metric-percentiles is {text!r}; it must be numbers from 0 to 100, such as 50,90,99")
     return values
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """``ttft,tpot`` as names; UsageError lists those that exist."""
+    """Metrics of a text such as ``ttft,tpot``; UsageError, with all metrics, if one does not exist."""
     names = tuple(part.strip() for part in text.split(","))
     for name in names:
         if name not in METRICS:
-            raise UsageError(f"--percentile-metrics has {name!r}; there are {', '.join(METRICS)}")
+            raise UsageError(f"--percentile-metrics has {name!r}; the metrics are {', '.join(METRICS)}")
     return names
 
 
@@ -49,7 +49,7 @@ def figures(
     percentiles: Sequence[float],
     goals: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Everything that is computed over the requests of a run; what failed counts in ``failed`` only."""
+    """Metrics of a run's requests by name. Failed requests count only in ``failed``."""
     done = [outcome for outcome in outcomes if outcome.is_success]
     total_input = sum(outcome.prompt_tokens for outcome in done)
     total_output = sum(outcome.output_tokens for outcome in done)
@@ -74,12 +74,12 @@ def figures(
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[tuple[str, int]]:
-    """Reasons of failure with how often each came, in order of first appearance."""
+    """Reasons of failures with their counts, in the order of their first occurrence."""
     return list(Counter(outcome.error for outcome in outcomes if not outcome.is_success).items())
 
 
 def per_request(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """One entry per request, in order of the data set; seconds."""
+    """Lists with an entry per request, in the order of the data set. Times are in seconds."""
     return {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],
         "output_lens": [outcome.output_tokens for outcome in outcomes],
@@ -92,7 +92,7 @@ def per_request(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def percentile_name(percentile: float) -> str:
-    """``p99``, ``p99.9``."""
+    """Name of a percentile, such as ``p99`` or ``p99.9``."""
     return f"p{percentile:g}"
 
 
@@ -107,7 +107,7 @@ def _values_ms(name: str, done: Sequence[Outcome]) -> list[float]:
 
 
 def _distribution(name: str, values_ms: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, deviation of the population, and percentiles with linear interpolation; zeros of nothing."""
+    """Mean, median, population standard deviation, and percentiles with linear interpolation; 0 without values."""
     values = np.array(values_ms or [0.0])
     result = {
         f"mean_{name}_ms": float(values.mean()),
@@ -123,7 +123,7 @@ def _is_good(outcome: Outcome, goals: Mapping[str, float]) -> bool:
 
 
 def _peaks(done: Sequence[Outcome]) -> tuple[float, int]:
-    """The busiest second: chunks that came in it, and requests that were open at some time in it."""
+    """Maximum number of chunks that arrived in a second, and of requests that were open in a second."""
     if not done:
         return 0.0, 0
     origin_s = min(outcome.start_s for outcome in done)
@@ -138,7 +138,7 @@ def _peaks(done: Sequence[Outcome]) -> tuple[float, int]:
     return float(chunks.max()), int(np.cumsum(openings).max())
 
 
-SHOWN_REASONS = 5
+MAX_SHOWN_REASONS = 5
 _WIDTH = 56
 _LABEL = 42
 _HEAD: Mapping[str, tuple[str, str]] = {
@@ -163,7 +163,7 @@ _SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 
 
 def text_of(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The figures of a result, one a line."""
+    """Text of a result, one metric per line."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
     for key, (label, form) in _HEAD.items():
         value = result.get(key)
@@ -182,7 +182,7 @@ def text_of(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequ
 
 
 def text_of_failures(reasons: Sequence[tuple[str, int]]) -> str:
-    """The first reasons of failure and how often each came."""
-    lines = [f"  {count} x {reason}" for reason, count in reasons[:SHOWN_REASONS]]
-    more = len(reasons) - SHOWN_REASONS
+    """Text of the first reasons of failures, with their counts."""
+    lines = [f"  {count} x {reason}" for reason, count in reasons[:MAX_SHOWN_REASONS]]
+    more = len(reasons) - MAX_SHOWN_REASONS
     return "\n".join(["Failed requests:", *lines, *([f"  and {more} other reasons"] if more > 0 else [])])

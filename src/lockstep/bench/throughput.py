@@ -1,4 +1,4 @@
-"""Throughput bench: the engine in this process, without a server around it."""
+"""Throughput bench: measures the engine in this process, without a server."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ MAX_PROMPTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ThroughputOptions:
-    """The load: prompts of random tokens and of one length, answers of one length."""
+    """Load of a throughput bench: prompts of random tokens with equal lengths, and answers of equal lengths."""
 
     num_prompts: int = 64
-    """Requests."""
+    """Number of requests."""
     input_len: int = 200
     """Tokens of each prompt."""
     output_len: int = 64
     """Tokens of each answer."""
     concurrency: int = 32
-    """Requests in the engine at once."""
+    """Number of concurrent requests in the engine."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     seed: int = 0
-    """Same seed, same requests."""
+    """Seed of the prompts and of the sampling."""
     num_warmups: int = 1
-    """Requests before the run that are not measured."""
+    """Number of unmeasured requests before the run."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len", "concurrency"):
@@ -50,7 +50,7 @@ class ThroughputOptions:
 def run_throughput(
     llm: LLM, options: ThroughputOptions, report: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Answer all prompts; duration in seconds, throughputs per second, processor time per output token.
+    """Answer all prompts; returns the duration in seconds, throughputs per second, and CPU seconds per output token.
 
     Args:
         report: called with the number of completed requests.
@@ -87,7 +87,7 @@ def run_throughput(
 
 
 def text_of(result: Mapping[str, Any]) -> str:
-    """The result as a line."""
+    """Text of a result, one line."""
     return (
         f"{result['request_throughput']:.2f} requests/s, {result['output_throughput']:.1f} output tokens/s, "
         f"{result['total_token_throughput']:.1f} total tokens/s, "
@@ -96,11 +96,15 @@ def text_of(result: Mapping[str, Any]) -> str:
 
 
 def answer_all(llm: LLM, requests: list[GenerationRequest], concurrency: int, report: Callable[[int], None]) -> int:
-    """Run requests with so many in the engine at once; returns the number of tokens that came.
+    """Run requests with a maximum number of them in the engine; returns the number of generated tokens.
+
+    Args:
+        report: called with the number of completed requests after each step.
 
     Raises:
-        LockstepError: what ended the first request that failed; the others are aborted.
+        LockstepError: the error of the first failed request; the others are aborted.
     """
+
     engine, waiting = llm.engine, iter(requests)
     errors: list[LockstepError] = []
     num_tokens = num_done = num_open = 0

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXAMPLES = Path("examples")
-"""Of the repository, in which the bench is run."""
+"""Directory of the repository's example manifests, relative to its root, where `lockstep bench cluster` is run."""
 _ENDPOINTS: Mapping[str, str] = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
 
-SaveResult = Annotated[bool, typer.Option("--save-result", help="Write the result as a JSON file.")]
-ResultFile = Annotated[Path | None, typer.Option("--result-filename", help="Its name; implies --save-result.")]
+SaveResult = Annotated[bool, typer.Option("--save-result", help="Write the result to a JSON file.")]
+ResultFile = Annotated[Path | None, typer.Option("--result-filename", help="Result file; implies --save-result.")]
 
 bench_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
@@ -49,65 +49,65 @@ def _bench(context: typer.Context) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServeFlags:
-    """The server, the load and the figures that are wanted."""
+    """Flags for the server, the load and the reported metrics."""
 
     base_url: flags.BaseUrl = flags.DEFAULT_URL
     backend: Literal["openai-chat", "openai"] | None = None
-    """openai-chat or openai, which is /v1/completions."""
+    """API of the server: openai-chat, or openai for /v1/completions; None: that of --endpoint, or openai-chat."""
     endpoint: str | None = None
-    """Path of the endpoint, by default the backend's."""
+    """Path of the endpoint; None: that of --backend."""
     model: flags.RemoteModel = None
     api_key: flags.ApiKey = None
     dataset: Annotated[str, Flag(also=("dataset-name",))] = "random"
-    """random, trace:FILE or jsonl:FILE."""
+    """Source of the requests: random, trace:FILE or jsonl:FILE."""
     random_input_len: int = 1024
-    """Tokens of a prompt, without the chat template's."""
+    """Tokens of a random prompt, without those of the chat template."""
     random_output_len: int = 128
-    """Tokens of an answer; also of JSONL lines that do not say."""
+    """Tokens of an answer, for random prompts and for JSONL lines without a length."""
     random_range_ratio: float = 0.0
-    """Lengths vary by this part, 0 to below 1."""
+    """Relative variation of random lengths, from 0 to below 1."""
     random_prefix_len: int = 0
-    """Tokens that all prompts share, in front."""
+    """Tokens of a common prefix of all random prompts."""
     num_prompts: Annotated[int | None, Flag(also=("trace-limit",))] = None
-    """Requests at most; None: 100 random ones, files whole."""
+    """Maximum number of requests; None: 100 random ones, files whole."""
     request_rate: float = math.inf
     """Requests per second; inf sends all at once."""
     burstiness: float = 1.0
-    """Shape of the gaps: 1 is Poisson, less is burstier."""
+    """Shape of the gaps between requests: 1 is Poisson, less is burstier."""
     max_concurrency: int | None = None
-    """Requests that are open at once."""
+    """Maximum number of open requests; None: no limit."""
     seed: int = 0
-    """Same seed, same requests at the same times."""
+    """Seed of the requests and their times."""
     goodput: str = ""
-    """Goals in ms, such as ttft:500,tpot:50 (also e2el)."""
+    """Latency goals in ms for goodput, e.g. ttft:500,tpot:50 (also e2el)."""
     percentile_metrics: str = "ttft,tpot,itl,e2el"
-    """Which of these to report."""
+    """Latency metrics to report."""
     metric_percentiles: str = "50,90,99"
-    """Which percentiles to report."""
+    """Percentiles to report."""
     save_result: SaveResult = False
     save_detailed: Annotated[bool, SWITCH] = False
-    """The same with the figures of each request."""
+    """Write the result to a JSON file, with the metrics of each request."""
     result_filename: ResultFile = None
     num_warmups: int = 0
-    """Requests before the run that are not measured."""
+    """Number of unmeasured requests before the run."""
     ignore_eos: Annotated[bool, SWITCH] = False
-    """Ask for answers of the whole length."""
+    """Request answers of full length, with no end at an end-of-sequence token."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     extra_body: flags.ExtraBody = None
     trace_speed: float = 1.0
-    """Replay a trace so many times as fast."""
+    """Speed-up of a trace: its gaps between arrivals are divided by this number."""
     trace_spread: Annotated[bool, SWITCH] = False
-    """Spread requests of one timestamp up to the next, for coarse clocks."""
+    """Spread requests with the same timestamp evenly up to the next timestamp, for traces with coarse clocks."""
     candidate_url: str | None = None
-    """A second server that also gets every request; the two servers alternate as the first."""
+    """URL of a second server that receives every request, too; the two servers alternate in going first."""
     candidate_api_key: str | None = None
-    """The second server's key."""
+    """API key of the second server."""
     save_pairs: Path | None = None
-    """Write what both answered, a pair a line, for `lockstep gate`."""
+    """File for the answers of both servers, one pair per line, as input of `lockstep gate`."""
 
     def options(self, more_goals: list[str], *, shows_progress: bool) -> ServeOptions:
-        """As the bench takes them; UsageError where a value cannot be, or two do not fit."""
+        """Options of the bench; UsageError if a value is invalid or two flags contradict each other."""
         from lockstep.bench.protocol import Target
         from lockstep.bench.samples import RandomLengths
         from lockstep.bench.serve import Dataset, ServeOptions
@@ -146,7 +146,7 @@ class ServeFlags:
 
         if self.candidate_url is None:
             if self.save_pairs is not None or self.candidate_api_key is not None:
-                raise UsageError("--save-pairs and --candidate-api-key need a second server: --candidate-url URL")
+                raise UsageError("--save-pairs and --candidate-api-key require --candidate-url URL")
             return None
         return Target.parse(self.candidate_url, self.candidate_api_key, "--candidate-url")
 
@@ -177,7 +177,7 @@ def serve(
 
 
 def _print_result(result: ServeResult, options: ServeOptions, as_json: bool) -> None:
-    """Print the figures and say by the exit code what they are worth."""
+    """Print the metrics; exit with a code above 0 if the run was interrupted or no request completed."""
     from lockstep.bench.statistics import failures, text_of, text_of_failures
 
     if as_json:
@@ -185,7 +185,7 @@ def _print_result(result: ServeResult, options: ServeOptions, as_json: bool) -> 
     else:
         print(text_of(result.figures, options.metrics, options.percentiles))
         if "candidate" in result.figures:
-            print("\nThe candidate:")
+            print("\nCandidate:")
             print(text_of(result.figures | result.figures["candidate"], options.metrics, options.percentiles))
     reasons = failures(result.outcomes)
     if reasons:
@@ -222,7 +222,7 @@ class ThroughputRun:
 @bench_app.command()
 @with_flags
 def throughput(given: ThroughputRun) -> None:
-    """Measure the engine in this process: requests, tokens and processor time, with no server around it."""
+    """Measure the engine in this process, without a server: requests, tokens and processor time."""
     from lockstep.bench.throughput import run_throughput, text_of
     from lockstep.engine.llm import LLM
 
@@ -240,15 +240,15 @@ def throughput(given: ThroughputRun) -> None:
 
 @bench_app.command()
 def cluster(
-    examples: Annotated[Path, typer.Option(metavar="DIR", help="Where the manifests of the suites are.")] = EXAMPLES,
-    num_calls: Annotated[int, typer.Option(help="Of each suite, alone and together.", min=1, max=100_000)] = 200,
+    examples: Annotated[Path, typer.Option(metavar="DIR", help="Directory with the suites' manifests.")] = EXAMPLES,
+    num_calls: Annotated[int, typer.Option(help="Sequential and concurrent calls.", min=1, max=100_000)] = 200,
     worker: Annotated[
-        Literal["process", "thread"], typer.Option(help="Where the engines run; as in `lockstep serve`.")
+        Literal["process", "thread"], typer.Option(help="Run engines in a process or in a thread of this one.")
     ] = "process",
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Measure what routing and many models cost, on stub models; fails if a manifest does not boot as it must."""
+    """Measure the cost of routing and of many models, with stub models; fails if a manifest does not boot correctly."""
     from lockstep.bench.cluster import ClusterBenchOptions, run_cluster_bench, text_of
 
     options = ClusterBenchOptions(examples, num_calls, worker)
@@ -262,13 +262,13 @@ def cluster(
 def replay(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace, as for `lockstep replay`.")],
     settings: shared.Set = None,
-    rounds: Annotated[int, typer.Option(help="Times that each way is run; the best counts.", min=1, max=100)] = 3,
+    rounds: Annotated[int, typer.Option(help="Runs per method, of which the fastest counts.", min=1, max=100)] = 3,
     *,
     reading: shared.ReadFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Measure replaying: requests per second, and that counting steps changes no decision; fails if it does."""
+    """Measure the speed of replays, and check that computing repeated steps at once changes no decision."""
     from lockstep.bench.replay import run_replay_bench, text_of
 
     overrides, options = settings_of(settings), reading.options()
@@ -282,7 +282,7 @@ bench_app.command()(bench_peers.compare)
 
 
 def _print_faults(faults: Sequence[str]) -> None:
-    """Print what is wrong with a result, and end the command with `EXIT_FAILED` if anything is."""
+    """Print the faults of a result, and exit with `EXIT_FAILED` if there are any."""
     for fault in faults:
         print(fault, file=sys.stderr)
     if faults:
@@ -290,20 +290,20 @@ def _print_faults(faults: Sequence[str]) -> None:
 
 
 def _endpoint(backend: str | None, endpoint: str | None) -> tuple[str, str]:
-    """Backend and path; each follows from the other where only one is given."""
+    """Backend and path of the endpoint; if only one of them is given, it determines the other."""
     if endpoint is None:
         backend = backend or "openai-chat"
         return backend, _ENDPOINTS[backend]
     for name, path in _ENDPOINTS.items():
         if endpoint.endswith(path.removeprefix("/v1")):
             if backend not in (None, name):
-                raise UsageError(f"--endpoint {endpoint} is that of --backend {name}, not of {backend}")
+                raise UsageError(f"--endpoint {endpoint} requires --backend {name}, but --backend is {backend}")
             return name, endpoint
     raise UsageError(f"--endpoint is {endpoint!r}; it must end with {' or '.join(_ENDPOINTS.values())}")
 
 
 def _goals_text(goodput: str, more: list[str]) -> str:
-    """vLLM writes goals as several words, ``--goodput ttft:500 tpot:50``: the further ones arrive as arguments."""
+    """Goals as one text. vLLM's form is ``--goodput ttft:500 tpot:50``, in which all but the first are arguments."""
     if more and not goodput:
         raise UsageError(f"unexpected argument {more[0]!r}; `lockstep bench serve` takes options only")
     return " ".join([goodput, *more])

@@ -1,6 +1,6 @@
-"""`lockstep bench peers` and `lockstep bench compare`: Lockstep beside other engines, and two results side by side.
+"""`lockstep bench peers` compares Lockstep with other engines; `lockstep bench compare` compares two results.
 
-The comparison with peers itself is in the repository's `benchmarks/comparison`, which is no part of a wheel.
+The code of the first one is in the repository's `benchmarks/comparison`, which is not part of a wheel.
 """
 
 from __future__ import annotations
@@ -26,51 +26,52 @@ CHECKOUT = Path(__file__).absolute().parents[3]
 
 @dataclass(frozen=True, slots=True)
 class PeersFlags:
-    """The work, and who takes part."""
+    """Flags for the workloads and the backends of a comparison."""
 
     contexts: str = "200,1000,4000"
-    """Tokens of a prompt, where it differs with those of its answer: 200,1000:200."""
+    """Prompt lengths in tokens; LENGTH:OUTPUT also sets the length of the answers, e.g. 200,1000:200."""
     streams: str = "1,8,32"
-    """Requests at once; each with each context."""
+    """Numbers of concurrent requests; each is combined with each context."""
     output_len: int = 64
-    """Tokens of each answer, where a context does not say."""
+    """Tokens of each answer, for contexts without an own length of answers."""
     max_prompt_tokens: int = 8192
     """Maximum prompt tokens of a workload; larger workloads are omitted."""
     rounds: int = 3
-    """Number of times that each backend does all the work, in turn."""
+    """Number of rounds; in each, every backend runs all workloads in turn."""
     limit_s: float = 1200.0
-    """Of the whole comparison, loading included; what would not end by then is not begun."""
+    """Maximum seconds of the whole comparison, loading included; workloads that would exceed it are not started."""
     peers: str = "llama.cpp,openvino-genai,mistral.rs,llama_cpp.server"
-    """Which to start, where they are installed; empty: none."""
+    """Backends to start if they are installed; empty: none."""
     peer_python: Path | None = None
-    """Python that has llama-cpp-python, openvino-genai or mistralrs; None: this one."""
+    """Python interpreter with llama-cpp-python, openvino-genai or mistralrs; None: this one."""
     threads: int = 0
     """Threads of each backend; 0: all cores."""
     only: Literal["all", "engines", "servers"] = "all"
-    """Run only engines or only servers, and their work."""
+    """Run only engines or only servers, with their workloads."""
     no_suite: Annotated[bool, SWITCH] = False
-    """Without the four chat prompts of 32 tokens, one after the other."""
+    """Leave out the workload of four sequential chat prompts of 32 tokens."""
     no_grid: Annotated[bool, SWITCH] = False
-    """Without contexts by streams."""
+    """Leave out the workloads of --contexts and --streams."""
     arrivals: int = 0
-    """Servers: short prompts arrive among long ones of so many tokens; 0: not."""
+    """For servers: length in tokens of long prompts, during which short ones arrive; 0: no such workload."""
     routed: str | None = None
-    """Servers: a manifest, the model behind every name, against clients that route."""
+    """For servers: manifest of a router, which Lockstep serves with the model behind every name; clients of the other
+    servers route themselves."""
 
 
 @with_flags
 def peers(
-    model: Annotated[str, typer.Argument(help="A GGUF file, which all can read.")],
+    model: Annotated[str, typer.Argument(help="GGUF file that all backends load.")],
     *,
     load: PeersFlags,
     peer_url: Annotated[
-        list[str] | None, typer.Option(help="A running Ollama, llama-server or vLLM; may be repeated.")
+        list[str] | None, typer.Option(help="URL of a running Ollama, llama-server or vLLM; may be repeated.")
     ] = None,
-    result_filename: Annotated[Path | None, typer.Option(help="Write the result as a JSON file.")] = None,
+    result_filename: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Race against llama.cpp, OpenVINO GenAI and running servers: same model, same work, in rounds."""
+    """Compare with llama.cpp, OpenVINO GenAI and running servers: same model, same workloads, in rounds."""
     _require_checkout()
     from benchmarks.comparison.report import as_json as result_of
     from benchmarks.comparison.report import text_of
@@ -104,12 +105,12 @@ def peers(
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="A result: the JSON of any `lockstep bench`.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="A later one of the same work.")],
+    before: Annotated[Path, typer.Argument(metavar="A", help="Result of any `lockstep bench`, as JSON.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Later result of the same bench.")],
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Say which figures of two results moved beyond their noise; exit code 1 if any is worse."""
+    """Show which metrics of two results changed beyond their noise; exit code 1 if any is worse."""
     from lockstep.bench.compare import as_json as content_of
     from lockstep.bench.compare import changes, read_figures, text_of
 
@@ -120,14 +121,14 @@ def compare(
 
 
 def _require_checkout() -> None:
-    """Make the repository's `benchmarks` importable; UsageError if the package is not run from a checkout."""
+    """Make the repository's `benchmarks` importable; UsageError if the package does not run from a checkout."""
     sys.path.insert(0, str(CHECKOUT))
     try:
-        import benchmarks.comparison  # noqa: F401  to find out whether it is there
+        import benchmarks.comparison  # noqa: F401  a check that it exists
     except ModuleNotFoundError:
         raise UsageError(
-            "`lockstep bench peers` needs a checkout of the repository: a wheel has no drivers of other engines; "
-            "run `make peers` in a checkout, or run `pip install -e .` there and then this command"
+            "`lockstep bench peers` requires a checkout of the repository, because a wheel has no drivers of other "
+            "engines; run `make peers` in a checkout, or run `pip install -e .` there and then this command"
         ) from None
 
 
@@ -145,4 +146,4 @@ def _numbers(text: str, separator: str, flag: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(separator))
     except ValueError:
-        raise UsageError(f"{flag} has {text!r}; write whole numbers with commas, such as 200,1000") from None
+        raise UsageError(f"{flag} is {text!r}; it must be whole numbers with commas, such as 200,1000") from None

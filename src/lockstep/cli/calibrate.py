@@ -1,4 +1,4 @@
-"""`lockstep calibrate TRACE`: what a step costs on the machine that a recording was made on."""
+"""`lockstep calibrate TRACE`: fits the duration of a step on the machine of a recording."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 def calibrate(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A recording of lockstep serve --trace: file or directory.")
+        Path, typer.Argument(metavar="TRACE", help="Recording of lockstep serve --trace: file or directory.")
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", callback=expanded, help="Where the cost model goes, for replay --cost.")
+        Path, typer.Option("--output", "-o", callback=expanded, help="File for the cost model, for replay --cost.")
     ] = Path("cost.json"),
     engine: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Whose steps, where a recording has several engines.")
+        int | None, typer.Option(metavar="N", min=0, help="Engine to calibrate, if the recording has several.")
     ] = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
@@ -53,5 +53,5 @@ def calibrate(
 
 
 def _machine(header: Header) -> str:
-    """Machine of the recording, and never the one that this command runs on."""
+    """Name of the machine that made the recording, which may differ from this one."""
     return "no machine: a simulated run" if header.is_simulated else header.machine or "an unrecorded machine"

@@ -1,4 +1,4 @@
-"""`lockstep chat`: the terminal as a client of any OpenAI-compatible server."""
+"""`lockstep chat`: chat in the terminal with any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class ChatFlags:
     prompt: flags.Prompt = None
     system: flags.System = None
     raw: Annotated[bool, SWITCH] = False
-    """Complete the prompt as it is, by /v1/completions."""
+    """Complete the prompt without the chat template, with /v1/completions."""
     max_tokens: int | None = None
-    """At most so many new tokens."""
+    """Maximum number of new tokens."""
     temperature: float | None = None
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float | None = None
-    """Keep the most likely tokens up to this mass."""
+    """Sample from the most likely tokens whose total probability is this value."""
     seed: int | None = None
-    """Same seed, same answer, where the server promises it."""
+    """Seed of the sampling; a server may return different answers despite equal seeds."""
     extra_body: flags.ExtraBody = None
     verbose: flags.Verbose = False
     debug: flags.Debug = False
@@ -56,12 +56,12 @@ class ChatFlags:
 
 @with_flags
 def chat(given: ChatFlags) -> None:
-    """Chat with a server of the OpenAI API; Lockstep's own is the default."""
+    """Chat with a server that has the OpenAI API, by default a local Lockstep."""
     from lockstep.bench.protocol import Target
     from lockstep.bench.remote import RemoteServer
 
     if given.raw and given.system is not None:
-        raise UsageError("--system has no place in a prompt that is completed as it is: leave out --raw")
+        raise UsageError("--system does not apply to --raw, which completes the prompt without a chat template")
     names = ("max_tokens", "temperature", "top_p", "seed")
     params = SamplingParams(**{name: getattr(given, name) for name in names})
     params.validate(ANY_VOCABULARY)
@@ -76,7 +76,7 @@ def chat(given: ChatFlags) -> None:
 
 
 class RemoteAnswerer:
-    """A model of a server. Parameters take precedence over fields of the body."""
+    """Answers of a server's model. Sampling parameters override fields of --extra-body."""
 
     def __init__(self, remote: RemoteServer, model: str, extra: dict[str, Any], *, has_roles: bool) -> None:
         self.model = model
@@ -86,11 +86,11 @@ class RemoteAnswerer:
 
     @property
     def defaults(self) -> Mapping[str, object]:
-        """Empty: the server does not report its defaults."""
+        """Empty mapping, because the server does not report its defaults."""
         return {}
 
     def facts(self) -> Mapping[str, str]:
-        """Server, context and chat template of the model, as far as the server reports them."""
+        """Server, context length and chat template of the model, as far as the server reports them."""
         try:
             context = self._remote.context_of(self.model)
         except RemoteError:
@@ -98,11 +98,11 @@ class RemoteAnswerer:
         return {
             "server": self._remote.target.url,
             "context": "unknown" if context is None else f"{context} tokens",
-            "chat template": "the server's" if self.has_roles else "none; each message is completed on its own",
+            "chat template": "the server's" if self.has_roles else "none; each message is completed alone",
         }
 
-    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
-        """Stream the answer; leaving it closes the stream, which ends the generation there."""
+    def generate(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
+        """Stream the answer. Closing the generator closes the connection, which ends the generation on the server."""
         body = self._fixed | to_builtins(params)
         if self.has_roles:
             path, body["messages"] = CHAT_PATH, messages

@@ -1,4 +1,4 @@
-"""Tables of a running cluster: the columns that `lockstep ps` prints and `lockstep top` draws."""
+"""Tables of a running cluster: columns for `lockstep ps` and `lockstep top`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lockstep.server.request_rows import RequestRow
 from lockstep.shown import duration, milliseconds, percent, rate, size
 
 SHARED = "·"
-"""Mark of stats that are shown with another model of the same engine."""
+"""Mark of stats that the row of another model with the same engine shows."""
 _MIN_NAME = 14
-"""Least width of a table's first column in `lockstep top`."""
+"""Minimum width of a table's first column in `lockstep top`."""
 STYLES = {
     **dict.fromkeys(("resident", "ready", "active", "running"), "green"),
     **dict.fromkeys(("loading", "unloading", "starting", "draining", "waiting"), "yellow"),
     **dict.fromkeys(("failed", "dropped", "dead", "lost", "unreachable"), "bold red"),
     **dict.fromkeys(("standby", "idle", "ended"), "dim"),
 }
-"""Styles of states."""
+"""Terminal style by state."""
 
 
 class ModelRow(NamedTuple):
@@ -39,11 +39,11 @@ class ModelRow(NamedTuple):
     replica: ReplicaSnapshot | None
     engine: EngineStats
     shown_with: str
-    """Id of another model that shares the replica, and shows its bytes and stats; empty: this model shows them."""
+    """Id of the model whose row shows the bytes and stats of the shared replica; empty: this row shows them."""
 
 
 def model_rows(cluster: ClusterSnapshot, engines: Sequence[EngineStats] = ()) -> list[ModelRow]:
-    """Rows of a cluster's models, in order of definition. The first model of a replica shows the replica's stats."""
+    """Rows of a cluster's models in order of definition. A replica's stats are in the row of its first model."""
     replicas, stats = {each.key: each for each in cluster.replicas}, {each.model: each for each in engines}
     rows = []
     for model in cluster.models:
@@ -62,7 +62,7 @@ def _of_engine(
     width: int = 0,
     style: str = "",
 ) -> Column[ModelRow]:
-    """A column of an engine's stats, shown once for the models that share the engine."""
+    """Column of an engine's stat, which is shown once for all models that share the engine."""
 
     def shown(row: ModelRow) -> Value:
         return SHARED if row.shown_with else value(row.engine)
@@ -124,7 +124,7 @@ MODELS: tuple[Column[ModelRow], ...] = (
     *_COUNTS,
     Column("IDLE", 12, lambda row: row.model.idle_s, duration, 6, style="dim"),
 )
-"""Models in `lockstep top`."""
+"""Columns of models in `lockstep top`."""
 MODELS_WITH_BYTES: tuple[Column[ModelRow], ...] = (
     *_NAMES,
     Column("PREDICTED", 3, _predicted),
@@ -134,7 +134,7 @@ MODELS_WITH_BYTES: tuple[Column[ModelRow], ...] = (
     *_COUNTS,
     Column("IDLE", 12, lambda row: row.model.idle_s, "{:.0f} s".format),
 )
-"""Models in `lockstep ps`."""
+"""Columns of models in `lockstep ps`."""
 SESSIONS: tuple[Column[SessionSnapshot], ...] = (
     Column("SESSION", 0, lambda session: session.id, width=_MIN_NAME, is_word=True),
     _state(1, lambda session: session.state, 7),

@@ -1,4 +1,4 @@
-"""`lockstep collect-env`: what a bug report should say of the machine. Nothing leaves it; secrets are not shown."""
+"""`lockstep collect-env`: facts about the machine for a bug report. It sends no data and shows no secrets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = (
     *("prompt-toolkit", "opentelemetry-sdk", "openai", "torch", "transformers", "llama-cpp-python"),
 )
 MAX_CACHE_FILES = 100_000
-"""A cache of more files is not measured to its end."""
+"""Maximum number of files that are counted in a cache."""
 _VARIABLES = re.compile(
     r"LOCKSTEP_\w+|HF_\w+|OPENAI_(BASE_URL|API_KEY)|OTEL_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS|XDG_CACHE_HOME"
 )
@@ -31,7 +31,7 @@ MASKED = "(set, not shown)"
 
 
 def collect_env(as_json: flags.Json = False, debug: flags.Debug = False) -> None:
-    """Print versions, machine, limits, caches and settings: paste it into a bug report."""
+    """Print versions, machine, limits, caches and settings for a bug report."""
     facts = gather(os.environ)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False, indent=2))
@@ -61,14 +61,14 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def is_compiled() -> bool:
-    """True if the modules that decide are machine code, as in binary wheels."""
+    """True if the modules of the scheduler are compiled, as in binary wheels."""
     from lockstep.core import scheduler
 
     return not (scheduler.__file__ or "").endswith(".py")
 
 
 def _kernels() -> str:
-    """The native library: its instruction sets that this processor runs, the fastest first, and its bits' version."""
+    """Instruction sets of the native library that this processor supports, the fastest first, and its bits version."""
     from lockstep.executors.native.library import native_library
 
     library = native_library()
@@ -78,13 +78,13 @@ def _kernels() -> str:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Settings that change what we do, sorted; values of secrets are not among them."""
+    """Environment variables that affect Lockstep, sorted. Values of secrets are masked."""
     chosen = sorted(name for name in environ if _VARIABLES.fullmatch(name))
     return {name: MASKED if _SECRET.search(name) else _plain(environ[name]) for name in chosen}
 
 
 def _plain(value: str) -> str:
-    """A value without the credentials of URLs and without the user's name in paths."""
+    """A value without credentials in URLs and without the home directory in paths."""
     return _without_home(_CREDENTIALS.sub("***", value))
 
 
@@ -158,7 +158,7 @@ def _cache(path: Path) -> dict[str, Any]:
             num_files += 1
             try:
                 num_bytes += os.lstat(os.path.join(folder, name)).st_size
-            except OSError:  # gone meanwhile
+            except OSError:  # deleted in the meantime
                 continue
         if num_files > MAX_CACHE_FILES:
             break

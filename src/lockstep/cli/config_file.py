@@ -1,4 +1,4 @@
-"""``--config FILE``: a YAML file whose keys are the command's flags. A flag and the environment come before it."""
+"""``--config FILE``: a YAML file whose keys are the command's flags. Flags and environment variables override it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def use_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of the flags; the callback of an eager ``--config``."""
+    """Make the file's values the defaults of the flags. It is the callback of an eager ``--config``."""
     if path is not None:
         known = {name: parameter for parameter in context.command.params if (name := parameter.name) is not None}
         repeatable = {name for name, parameter in known.items() if getattr(parameter, "multiple", False)}
@@ -32,12 +32,12 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _by_parameter(path: Path, given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Values under any of their flags' names, by parameter; UsageError where one has two values."""
+    """Values of the file by parameter; UsageError if a parameter has two values under different names of its flag."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         if names[key] in values:
             flags = " and ".join(repr(each.replace("_", "-")) for each in given if names[each] == names[key])
-            raise UsageError(f"--config {path}: {flags} are names of one flag; give one of them")
+            raise UsageError(f"--config {path}: {flags} are names of the same flag; give one of them")
         values[names[key]] = value
     return values
 
@@ -53,15 +53,15 @@ def read_config(
     """The file's values by parameter name.
 
     Args:
-        known: names that may be given; the file writes them like the flags, or with underscores.
-        repeatable: names that take a list; one value alone is a list of one.
-        option: what stands before the path in messages.
-        keys: what the keys are, for messages.
-        null: what a null stands for; None: it stands for nothing, and is refused.
+        known: valid names, with underscores. The file may have them with dashes or underscores.
+        repeatable: names that take a list; a single value is a list of one.
+        option: flag that names the file, for messages.
+        keys: description of the keys, for messages.
+        null: value of a null; None: nulls are invalid.
 
     Raises:
-        UsageError: it cannot be read.
-        InvalidTextError: keys are unknown, given twice or hold what no flag can.
+        UsageError: the file cannot be read.
+        InvalidTextError: a key is unknown or given twice, or its value is invalid for a flag.
     """
     from lockstep.yaml_reading import INVALID, Reading, read_text
 
@@ -73,7 +73,7 @@ def read_config(
         if name not in names:
             reading.unknown_key(node.where, key, [each.replace("_", "-") for each in names], f"keys are {keys}")
         elif name in values:
-            reading.fault(node.where, "is given twice, in two spellings; keep one of them")
+            reading.fault(node.where, "is given twice, with dashes and with underscores; keep one of them")
         else:
             value = node.read(partial(_plain, is_repeatable=name in repeatable, null=null))
             values[name] = None if value is INVALID else value
@@ -88,7 +88,7 @@ def _entries(root: YamlNode | None) -> Mapping[str, YamlNode]:
 
 
 def _plain(node: YamlNode, is_repeatable: bool, null: str | None) -> Any:
-    """A value as a flag would have given it."""
+    """Value of a node, as the command line would give it."""
     if is_repeatable:
         return [_plain(item, False, null) for item in (node.items() if node.is_list else [node])]
     value = node.plain()
@@ -98,4 +98,4 @@ def _plain(node: YamlNode, is_repeatable: bool, null: str | None) -> Any:
         return value
     if isinstance(value, dict):  # flags that take JSON
         return json.dumps(value)
-    raise ConfigError(f"is {value!r}, which no flag can hold; write a number, a string, true or false")
+    raise ConfigError(f"is {value!r}; it must be a number, a string, true or false")

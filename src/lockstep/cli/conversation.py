@@ -1,6 +1,6 @@
-"""A conversation at the terminal with any backend: messages, answers and their figures, and the commands of a chat.
+"""Conversation in a terminal with any backend: messages, answers with their stats, and the chat's commands.
 
-On a terminal thoughts are dimmed and apart; a pipe gets content only.
+A terminal shows the reasoning dimmed and separate from the answer. A pipe gets only the answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lockstep.option_fields import option_types
 from lockstep.shown import aligned
 from lockstep.spelling import nearest
 
-GREETING = "Chat with {}. Type a message. /help lists the commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves."
+GREETING = "Chat with {}. Type a message. /help lists the commands, Ctrl-C stops an answer, /bye or Ctrl-D exits."
 MAX_LOADED_BYTES = 1 << 24
-"""Of a conversation that is read from a file."""
+"""Maximum size of a conversation's file."""
 ANY_VOCABULARY = 1 << 31
-"""For checks that need no model."""
+"""Size of a vocabulary that contains every token id, for checks of parameters without a model."""
 _UNSET = "default"
 
 Message = dict[str, str]
@@ -37,7 +37,7 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """An answer as far as it came; who gives it fills in what is known of it."""
+    """Answer so far. The answerer sets the fields that it can measure; the others stay None."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -49,14 +49,14 @@ class ChatAnswer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first token; None where that cannot be known."""
+        """Tokens per second after the first token; None if they cannot be computed."""
         if self.output_tokens is None or self.output_tokens < 2 or self.ttft_s is None or self.total_s is None:
             return None
         return (self.output_tokens - 1) / max(self.total_s - self.ttft_s, 1e-9)
 
     @property
-    def figures(self) -> str:
-        """A line of them."""
+    def stats(self) -> str:
+        """Token counts, rate, time to first token and finish reason, as one line."""
         rate = self.tokens_per_s
         cached = "" if self.cached_tokens is None else f" ({self.cached_tokens} cached)"
         return (
@@ -71,7 +71,7 @@ def _counted(count: int | None) -> str:
 
 
 class Answerer(Protocol):
-    """A model, here or elsewhere. It remembers no conversation."""
+    """Model in this process or behind a server. It stores no conversation."""
 
     @property
     def model(self) -> str:
@@ -80,20 +80,20 @@ class Answerer(Protocol):
 
     @property
     def has_roles(self) -> bool:
-        """False: the last message is completed as it is."""
+        """True if the model has a chat template; without one, only the last message is completed."""
         ...
 
     @property
     def defaults(self) -> Mapping[str, object]:
-        """Sampling parameters in force where none is set, as far as they are known here."""
+        """The model's default sampling parameters by name, as far as they are known."""
         ...
 
     def facts(self) -> Mapping[str, str]:
-        """Facts of the model that `/show` lists, by name."""
+        """Facts about the model by name, for `/show`."""
         ...
 
-    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
-        """Give the answer to a conversation in pieces; closing it, or an interrupt in it, ends the generation."""
+    def generate(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
+        """Generate the answer to a conversation in pieces. Closing the generator, or an interrupt, ends it."""
         ...
 
 
@@ -104,10 +104,10 @@ def write_answer(
     answer: ChatAnswer,
     writer: AnswerWriter | None,
 ) -> None:
-    """Ask, and write what comes; also of an answer that is interrupted or fails, all that was written is in it."""
+    """Generate an answer and write its pieces. If it is interrupted or fails, ``answer`` has all pieces so far."""
     started_s = time.perf_counter()
     try:
-        with closing(answerer.ask(messages, params, answer)) as pieces:
+        with closing(answerer.generate(messages, params, answer)) as pieces:
             for piece in pieces:
                 if answer.ttft_s is None and any(piece):
                     answer.ttft_s = time.perf_counter() - started_s
@@ -122,17 +122,17 @@ def write_answer(
 
 
 def prompt_of(given: str) -> str:
-    """The prompt that ``-p`` means; ``-`` is standard input. UsageError: it is not in UTF-8."""
+    """Prompt of ``-p``; ``-`` reads standard input. UsageError if it is not UTF-8."""
     return whole_text(sys.stdin.read() if given == "-" else given, "the prompt")
 
 
 def system_of(given: str | None) -> str | None:
-    """The system message that ``--system`` means; UsageError: it is not in UTF-8."""
+    """System message of ``--system``; UsageError if it is not UTF-8."""
     return None if given is None else whole_text(given, "--system")
 
 
 def whole_text(text: str, what: str) -> str:
-    """The text; UsageError where a byte of it was none of the terminal's encoding."""
+    """Return a text; UsageError if a byte of it could not be decoded in the terminal's encoding."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -142,14 +142,14 @@ def whole_text(text: str, what: str) -> str:
 
 
 class Conversation:
-    """Messages so far, and the parameters of the next answer."""
+    """Messages of a conversation so far, and parameters of the next answer."""
 
     def __init__(self, answerer: Answerer, params: SamplingParams, system: str | None, *, is_verbose: bool) -> None:
         self._answerer = answerer
         self.params = params
         self.is_verbose = is_verbose
         self.messages: list[Message] = []
-        """Without the system message."""
+        """Messages without the system message."""
         self._system: str | None = None
         self.system = system
 
@@ -160,11 +160,11 @@ class Conversation:
 
     @property
     def has_roles(self) -> bool:
-        """False: each message is completed on its own."""
+        """True if the model has a chat template; without one, each message is completed alone."""
         return self._answerer.has_roles
 
     def facts(self) -> dict[str, str]:
-        """Lines of `/show`, by name: the model, the conversation and every parameter in force."""
+        """Values of `/show` by name: the model, the conversation and the effective sampling parameters."""
         facts = {"model": self.model, **self._answerer.facts()}
         facts["system message"] = "none" if self._system is None else _shown(self._system)
         facts["messages"] = str(len(self.messages))
@@ -183,22 +183,22 @@ class Conversation:
     @system.setter
     def system(self, text: str | None) -> None:
         if text is not None and not self.has_roles:
-            raise UsageError("/system or --system needs a chat template: the model has none, or --raw turned it off")
+            raise UsageError("a system message requires a chat template: the model has none, or --raw disables it")
         self._system = text
 
     def transcript(self) -> list[Message]:
-        """All messages, as a chat completion's request has them."""
+        """All messages in the form of a chat completion's request."""
         first = [] if self._system is None else [{"role": "system", "content": self._system}]
         return first + self.messages
 
-    def ask(self, text: str, writer: AnswerWriter | None, answer: ChatAnswer) -> None:
-        """Have a message answered. It is not yet remembered."""
+    def generate(self, text: str, writer: AnswerWriter | None, answer: ChatAnswer) -> None:
+        """Generate and write the answer to a message. The message is not added to the conversation."""
         message = {"role": "user", "content": whole_text(text, "the message")}
         messages = [*self.transcript(), message] if self.has_roles else [message]
         write_answer(self._answerer, messages, self.params, answer, writer)
 
-    def remember(self, text: str, answer: ChatAnswer) -> None:
-        """A message and its answer, as far as it came."""
+    def append(self, text: str, answer: ChatAnswer) -> None:
+        """Append a message and its answer to the conversation; without a chat template, do nothing."""
         if self.has_roles:
             self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
 
@@ -206,23 +206,23 @@ class Conversation:
 def answer_one(conversation: Conversation, prompt: str) -> None:
     """Answer the prompt of ``-p``; an interrupt ends the program."""
     answer = ChatAnswer()
-    conversation.ask(prompt_of(prompt), AnswerWriter(), answer)
+    conversation.generate(prompt_of(prompt), AnswerWriter(), answer)
     print(flush=True)
     if conversation.is_verbose:
-        _print_note(answer.figures)
+        _print_note(answer.stats)
 
 
 def converse(conversation: Conversation) -> None:
-    """Talk until the end of input.
+    """Read and answer messages until the end of input.
 
     Raises:
-        LockstepError: a message was refused, and standard input is not a terminal.
+        LockstepError: a message was rejected, and standard input is not a terminal.
     """
     with _reader() as reader:
         if reader.is_terminal:
             _print_note(GREETING.format(conversation.model))
             if not conversation.has_roles:
-                _print_note("There is no chat template: each message is completed on its own.")
+                _print_note("There is no chat template: each message is completed alone, without earlier ones.")
         while True:
             try:
                 line = reader.read().strip()
@@ -233,7 +233,7 @@ def converse(conversation: Conversation) -> None:
                     if _run_command(conversation, line):
                         return
                 elif line:
-                    _say(conversation, reader, unquoted(line[1:] if line.startswith("//") else line))
+                    _answer(conversation, reader, unquoted(line[1:] if line.startswith("//") else line))
             except LockstepError as error:
                 if not reader.is_terminal:
                     raise
@@ -242,9 +242,9 @@ def converse(conversation: Conversation) -> None:
 
 @contextmanager
 def _reader() -> Iterator[Reader]:
-    """A person, if one sits there and sees something; else a pipe."""
-    is_seen = sys.stdout.isatty() or sys.stderr.isatty()
-    if not (sys.stdin.isatty() and is_seen and threading.current_thread() is threading.main_thread()):
+    """Reader for a terminal if input and some output are one, and otherwise for a pipe."""
+    has_output = sys.stdout.isatty() or sys.stderr.isatty()
+    if not (sys.stdin.isatty() and has_output and threading.current_thread() is threading.main_thread()):
         yield Pipe()
         return
     ctrl_c = CtrlC()
@@ -252,24 +252,24 @@ def _reader() -> Iterator[Reader]:
         yield Terminal(list(COMMANDS), ctrl_c)
 
 
-def _say(conversation: Conversation, reader: Reader, text: str) -> None:
-    """Answer a message. An answer that Ctrl-C stopped is remembered if it has words: templates expect some."""
+def _answer(conversation: Conversation, reader: Reader, text: str) -> None:
+    """Answer a message. An answer that Ctrl-C stopped is retained unless it is empty, which templates reject."""
     answer, is_stopped = ChatAnswer(), False
     try:
         with reader.stoppable():
-            conversation.ask(text, AnswerWriter(), answer)
+            conversation.generate(text, AnswerWriter(), answer)
     except KeyboardInterrupt:
         if not reader.is_terminal:
             raise
         is_stopped = True
     print(flush=True)
-    is_kept = bool(answer.text.strip()) or not is_stopped
-    if is_kept:
-        conversation.remember(text, answer)
+    is_retained = bool(answer.text.strip()) or not is_stopped
+    if is_retained:
+        conversation.append(text, answer)
     if is_stopped:
-        _print_note("(stopped)" if is_kept else "(stopped before the first word: the message is not remembered)")
+        _print_note("(stopped)" if is_retained else "(stopped before the first word; the message is discarded)")
     elif conversation.is_verbose:
-        _print_note(answer.figures)
+        _print_note(answer.stats)
 
 
 def _print_note(line: str) -> None:
@@ -281,22 +281,22 @@ def _print_note(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Meaning of a line that begins with a slash."""
+    """Command of a chat: a line that begins with a slash."""
 
     usage: str
     help: str
     run: Callable[[Conversation, str], None] | None
-    """With what follows the word. None: leave."""
+    """Function of the conversation and the rest of the line; None: the command ends the chat."""
 
 
 def _run_command(conversation: Conversation, line: str) -> bool:
-    """Do what a line commands; True: leave. UsageError: it commands nothing that is known."""
+    """Run the command of a line; True if the chat ends. UsageError if there is no such command."""
     word, *rest = line.split(maxsplit=1)
     command = COMMANDS.get(word)
     if command is None:
         near = nearest(word, COMMANDS)
-        hint = f"did you mean {near[0]}?" if near else "/help lists them all."
-        raise UsageError(f"there is no command {word}. {hint} To send a message that begins so, type /{word}")
+        hint = f"did you mean {near[0]}?" if near else "/help lists all commands."
+        raise UsageError(f"there is no command {word}. {hint} To send a message that begins with it, type /{word}")
     if command.run is not None:
         command.run(conversation, "".join(rest))
     return command.run is None
@@ -304,9 +304,9 @@ def _run_command(conversation: Conversation, line: str) -> bool:
 
 def _help(conversation: Conversation, rest: str) -> None:
     shown = {command.usage: command.help for command in COMMANDS.values()} | {
-        '"""': 'Begins a message of several lines; """ at a line\'s end ends it.',
-        "//TEXT": "Sends /TEXT as a message.",
-        "Ctrl-C": "Stops an answer, whose words so far are kept; at the prompt, twice, leaves.",
+        '"""': 'Begin a message of several lines; """ at the end of a line ends it.',
+        "//TEXT": "Send /TEXT as a message.",
+        "Ctrl-C": "Stop an answer, whose text so far is retained; twice at the prompt: exit.",
     }
     _print_note(aligned(shown.items(), "  "))
     _print_note(f"Parameters of /set: {', '.join(SETTINGS)}.")
@@ -324,7 +324,7 @@ def _system(conversation: Conversation, rest: str) -> None:
 
 
 def _texts(text: str) -> tuple[str, ...]:
-    """A text, or a JSON string or list of strings."""
+    """Stop strings of a setting: plain text, a JSON string or a JSON list of strings."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -352,7 +352,7 @@ def _set(conversation: Conversation, rest: str) -> None:
     if name and name not in SETTINGS:
         near = nearest(name, SETTINGS)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"there is no parameter {name}. {hint}There are {', '.join(SETTINGS)}")
+        raise UsageError(f"there is no parameter {name}. {hint}The parameters are {', '.join(SETTINGS)}")
     if not value:
         for each in [name] if name else SETTINGS:
             _print_note(f"  {each:18}  {_shown(getattr(conversation.params, each))}")
@@ -363,7 +363,7 @@ def _set(conversation: Conversation, rest: str) -> None:
 
 
 def _setting(name: str, text: str) -> Any:
-    """The value of a parameter; UsageError states what it must be."""
+    """Value of a sampling parameter; UsageError, with the valid values, if the text is invalid."""
     if text == _UNSET:
         return getattr(SamplingParams(), name)
     if name == "stop":
@@ -380,11 +380,11 @@ def _shown(value: object) -> str:
 
 
 def _save(conversation: Conversation, rest: str) -> None:
-    """Write the transcript, for its owner's eyes; a file that exists is replaced only by --force."""
+    """Write the transcript, readable by the user alone. Only --force replaces an existing file."""
     is_forced = rest.startswith("--force ")
     path = _path_of(rest.removeprefix("--force "), "/save")
     if not conversation.has_roles:
-        raise UsageError("there is no conversation to save: each message is completed on its own")
+        raise UsageError("/save requires a chat template: without one there is no conversation")
     data = json.dumps(conversation.transcript(), ensure_ascii=False, indent=1).encode() + b"\n"
     beside = path.with_name(f"{path.name}.{os.getpid()}") if is_forced else path
     try:
@@ -397,14 +397,14 @@ def _save(conversation: Conversation, rest: str) -> None:
         raise UsageError(f"{path} exists; /save --force {path} replaces it") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-    _print_note(f"{len(conversation.transcript())} messages are in {path}")
+    _print_note(f"saved {len(conversation.transcript())} messages to {path}")
 
 
 def _load(conversation: Conversation, rest: str) -> None:
-    """Go on with a conversation as /save writes it."""
+    """Continue a conversation of a file that /save wrote."""
     path = _path_of(rest, "/load")
     if not conversation.has_roles:
-        raise UsageError("no conversation can be loaded: each message is completed on its own")
+        raise UsageError("/load requires a chat template: without one there is no conversation")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_LOADED_BYTES + 1)
@@ -415,15 +415,15 @@ def _load(conversation: Conversation, rest: str) -> None:
         messages = None
     if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
         raise UsageError(
-            f'{path} is no conversation; it must be a list of {{"role": "user" or "assistant", "content": "..."}}, the '
-            f"first of which may be of the system, of at most {MAX_LOADED_BYTES >> 20} MiB"
+            f'{path} is not a conversation; it must be a JSON list of {{"role": "user" or "assistant", '
+            f'"content": "..."}}, with "system" permitted for the first one, of at most {MAX_LOADED_BYTES >> 20} MiB'
         )
     has_system = bool(messages) and messages[0]["role"] == "system"
     if any(message["role"] == "system" for message in messages[has_system:]):
-        raise UsageError(f"{path} has a system message behind the first message")
+        raise UsageError(f"{path} has a system message after the first message; only the first may be one")
     conversation.system = messages[0]["content"] if has_system else None
     conversation.messages = messages[has_system:]
-    _print_note(f"{len(messages)} messages were read from {path}")
+    _print_note(f"loaded {len(messages)} messages from {path}")
 
 
 def _is_message(value: object) -> bool:
@@ -438,22 +438,22 @@ def _is_message(value: object) -> bool:
 def _path_of(text: str, command: str) -> Path:
     name = text.strip().strip("'\"")
     if not name:
-        raise UsageError(f"{command} needs a file: {command} FILE")
+        raise UsageError(f"{command} requires a file: {command} FILE")
     return Path(name).expanduser()
 
 
-_LEAVE = Command("/bye, /exit, /quit", "Leave.", None)
-_HELP = Command("/help, /?", "Show this.", _help)
+_EXIT = Command("/bye, /exit, /quit", "Exit.", None)
+_HELP = Command("/help, /?", "Show this help.", _help)
 COMMANDS: dict[str, Command] = {
     "/help": _HELP,
     "/?": _HELP,
-    "/clear": Command("/clear", "Forget the conversation, but not the system message.", _clear),
-    "/system": Command("/system [TEXT]", f"Set the system message, or show it; {_UNSET} takes it away.", _system),
-    "/set": Command("/set [NAME [VALUE]]", f"Set a parameter, or show all; {_UNSET} takes it back.", _set),
-    "/show": Command("/show", "Show the model, its context, its template and the parameters in force.", _show),
-    "/save": Command("/save [--force] FILE", "Write the conversation as JSON: a request's messages.", _save),
-    "/load": Command("/load FILE", "Go on with a conversation that was saved.", _load),
-    "/bye": _LEAVE,
-    "/exit": _LEAVE,
-    "/quit": _LEAVE,
+    "/clear": Command("/clear", "Delete the conversation's messages, except the system message.", _clear),
+    "/system": Command("/system [TEXT]", f"Set the system message, or show it; {_UNSET} removes it.", _system),
+    "/set": Command("/set [NAME [VALUE]]", f"Set a parameter, or show all; {_UNSET} restores the default.", _set),
+    "/show": Command("/show", "Show the model, its context, its template and the effective parameters.", _show),
+    "/save": Command("/save [--force] FILE", "Save the conversation as JSON: a request's messages.", _save),
+    "/load": Command("/load FILE", "Continue a saved conversation.", _load),
+    "/bye": _EXIT,
+    "/exit": _EXIT,
+    "/quit": _EXIT,
 }

@@ -1,7 +1,7 @@
-"""`lockstep demo`: customers write to a cluster whose router sends each to a specialist, all of it the embedded model.
+"""`lockstep demo`: a cluster whose router sends each customer's message to a specialist; the embedded model plays all.
 
-It is the server that a user starts, in a process of its own and spoken to over HTTP. The figures are those of the run
-that you have just seen.
+It starts the usual server in a separate process and sends requests over HTTP. All printed values are measured in this
+run.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ SESSION = "demo"
 FOLLOW_UP = "Thank you. What should I do first?"
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "max_tokens": 64}
 CANDIDATE = ("--max-chunk-tokens", "16")
-"""A setting that users would feel: what the gate is to find."""
+"""Flags of the candidate that the gate judges. They delay the first token noticeably."""
 DEFAULT_PORT = 9000
 MAX_WIDTH = 110
 READY = re.compile(r"ready on (http://\S+),")
 LOCKSTEP = (sys.executable, "-m", "lockstep")
 STOP_S = 20.0
 READ_S = 120.0
-LOOK_S = 0.1
+POLL_S = 0.1
 
 Message = dict[str, Any]
 
 
 def demo(
-    keep: Annotated[bool, typer.Option("--keep", help="Stay up after the conversation, for curl or a client.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep serving after the conversation, for clients.")] = False,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Where it listens.", show_default=f"{DEFAULT_PORT} with --keep, else any"),
+        typer.Option(min=0, max=65535, help="Port to listen on.", show_default=f"{DEFAULT_PORT} with --keep, else any"),
     ] = None,
     debug: flags.Debug = False,
 ) -> None:
-    """Show a routed cluster on the embedded model: answers, a replay of them, a verdict; no download, no GPU."""
+    """Show a routed cluster on the embedded model: answers, replay, gate verdict; no download, no GPU."""
     from rich.console import Console
 
     from lockstep.pocket import demo_path
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server that it started ends with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is terminated, too
     console = Console(width=min(Console().width, MAX_WIDTH))
     console.print("[bold]booting a cluster on pocket, the embedded model[/bold] (a demo model: small, and often wrong)")
-    console.print(f"[dim]  its manifest: {demo_path()}[/dim]", highlight=False, soft_wrap=True)
+    console.print(f"[dim]  manifest: {demo_path()}[/dim]", highlight=False, soft_wrap=True)
     if port is None:
         port = DEFAULT_PORT if keep else 0
     with tempfile.TemporaryDirectory(prefix="lockstep-demo-") as place:
@@ -72,12 +72,12 @@ def demo(
             with _client(url) as client:
                 _converse(client, console)
             if keep:
-                _stay(console, url, process)
+                _wait_for_interrupt(console, url, process)
         _verify(console, folder / "served")
         if not keep:
             _judge_both(console, folder)
     if not keep:
-        console.print("\nnext: [bold]lockstep demo --keep[/bold] to look at it, [bold]lockstep serve[/bold] to use it")
+        console.print("\nnext: [bold]lockstep demo --keep[/bold] to inspect it, [bold]lockstep serve[/bold] to use it")
 
 
 def _client(url: str) -> httpx2.Client:
@@ -86,15 +86,15 @@ def _client(url: str) -> httpx2.Client:
     return httpx2.Client(base_url=url, timeout=READ_S, trust_env=False)
 
 
-def _silence() -> Console:
+def _quiet_console() -> Console:
     from rich.console import Console
 
     return Console(quiet=True)
 
 
-def _stay(console: Console, url: str, process: subprocess.Popen[str]) -> None:
+def _wait_for_interrupt(console: Console, url: str, process: subprocess.Popen[str]) -> None:
     console.print(
-        f"\nstays up on {url}/v1 until Ctrl-C; dashboard: {url}/; try: lockstep ps --base-url {url}", highlight=False
+        f"\nserving on {url}/v1 until Ctrl-C; dashboard: {url}/; try: lockstep ps --base-url {url}", highlight=False
     )
     with contextlib.suppress(KeyboardInterrupt):
         process.wait()
@@ -102,7 +102,7 @@ def _stay(console: Console, url: str, process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _serving(port: int, folder: Path, name: str, *more: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server of the cluster until the block ends, which records what it decides: its address and its process."""
+    """Run a server of the cluster, with a recording, until the block ends; yields its URL and its process."""
     from lockstep.pocket import demo_path
 
     command = [*LOCKSTEP, "serve", "--manifest", str(demo_path()), "--port", str(port), *more]
@@ -119,7 +119,7 @@ def _serving(port: int, folder: Path, name: str, *more: str) -> Iterator[tuple[s
 
 
 def _address_of(process: subprocess.Popen[str]) -> str:
-    """The address of a server, once it is ready."""
+    """Wait until a server is ready, and return its URL."""
     assert process.stdout is not None
     for line in process.stdout:
         found = READY.search(line)
@@ -129,26 +129,28 @@ def _address_of(process: subprocess.Popen[str]) -> str:
 
 
 class _Answer(NamedTuple):
-    """The assistant's message as it may be sent back, and the server's facts about it."""
+    """Answer to a request."""
 
     message: Message
-    told: dict[str, Any]
+    """Assistant's message in the form of a later request."""
+    facts: dict[str, Any]
+    """Field ``lockstep`` of the answer: its hops and times."""
 
 
-def _ask(
+def _send(
     client: httpx2.Client, console: Console, messages: list[Message], session: str | None, salt: str | None = None
 ) -> _Answer:
-    """One request, shown as it is answered.
+    """Send one request, and print its answer while it arrives.
 
     Args:
-        salt: not None: nothing of other requests is found again.
+        salt: salt of the prefix cache; None: the request may use cached prefixes of others without a salt.
     """
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     console.print(f"\n[bold]customer[/bold]  {messages[-1]['content']}", highlight=False)
     body: dict[str, Any] = {"messages": messages, "stream": True, "cache_salt": salt, **SAMPLING}
     if session is not None:
         body["session_id"] = session
-    said: Message = {"role": "assistant", "content": ""}
+    message: Message = {"role": "assistant", "content": ""}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise RemoteError(f"the server answered {response.status_code}: {response.read().decode()}")
@@ -163,20 +165,20 @@ def _ask(
                 target = json.loads(call["function"]["arguments"])["target"]
                 console.print(f"[bold]router[/bold]    -> {target}", highlight=False)
                 console.print(f"[bold]{chunk['model']:10}[/bold]", end="", highlight=False)
-                said["tool_calls"] = [call]
+                message["tool_calls"] = [call]
             if delta.get("content"):
-                said["content"] += delta["content"]
+                message["content"] += delta["content"]
                 console.out(delta["content"], end="", highlight=False)
             if "lockstep" in chunk:
-                told = chunk["lockstep"]
+                facts = chunk["lockstep"]
                 console.print()
-                _show_hops(console, told)
-    return _Answer(said, told)
+                _show_hops(console, facts)
+    return _Answer(message, facts)
 
 
-def _show_hops(console: Console, told: dict[str, Any]) -> None:
-    """The parts of one answer with their times, as the server measured them."""
-    for hop in told["hops"]:
+def _show_hops(console: Console, facts: dict[str, Any]) -> None:
+    """Print the hops of an answer with the times that the server measured."""
+    for hop in facts["hops"]:
         usage = hop["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         answer = f", answered {hop['completion']!r}" if hop["intent"] is not None else ""
@@ -186,92 +188,89 @@ def _show_hops(console: Console, told: dict[str, Any]) -> None:
             highlight=False,
         )
     console.print(
-        f"[dim]  in all {told['latency_ms']:.0f} ms, the specialist's first token after {told['ttft_ms'] or 0:.0f} ms, "
-        f"{told['tokens_per_second'] or 0:.0f} tokens/s[/dim]",
+        f"[dim]  total {facts['latency_ms']:.0f} ms, the specialist's first token after "
+        f"{facts['ttft_ms'] or 0:.0f} ms, {facts['tokens_per_second'] or 0:.0f} tokens/s[/dim]",
         highlight=False,
     )
 
 
 def _show_cluster(console: Console, snapshot: dict[str, Any]) -> None:
-    """Show what the cluster was and did."""
+    """Print tables of the cluster's models, replicas and counters."""
     from rich.table import Table
 
     replicas = {replica["key"]: replica for replica in snapshot["replicas"]}
     models = Table("model", "tier", "state", "requests", title="models", title_justify="left")
     for model in snapshot["models"]:
         models.add_row(model["id"], model["tier"], model["state"], str(model["num_requests"]))
-    figures = Table("figure", "value", title="what happened", title_justify="left")
+    counters = Table("counter", "value", title="counters", title_justify="left")
     for replica in replicas.values():
-        figures.add_row(
+        counters.add_row(
             f"replica of {len(replica['models'])} models",
             f"{replica['bytes'] / 1e6:.0f} MB, loaded in {replica['load_s'] or 0:.2f} s",
         )
     for name, value in snapshot["counters"].items():
-        figures.add_row(name, str(value))
+        counters.add_row(name, str(value))
     console.print()
     console.print(models)
-    console.print(figures)
+    console.print(counters)
 
 
 def _converse(client: httpx2.Client, console: Console) -> None:
-    """Every message in a conversation of its own, then a second turn of the first one, which comes back."""
+    """Send each message in a separate conversation, then a second message of the first conversation."""
     from lockstep.pocket import DEMO_MESSAGES
 
     first: list[Message] = []
     for text in DEMO_MESSAGES:
         messages = [{"role": "user", "content": text}]
-        answer = _ask(client, console, messages, None if first else SESSION)
+        answer = _send(client, console, messages, None if first else SESSION)
         if not first:
             first = [*messages, answer.message]
-            console.print(f"[dim]  its session: {_where(client)}[/dim]", highlight=False)
-    _come_back(client, console, [*first, {"role": "user", "content": FOLLOW_UP}])
+            console.print(f"[dim]  session: {_session_text(client)}[/dim]", highlight=False)
+    _continue_session(client, console, [*first, {"role": "user", "content": FOLLOW_UP}])
     _show_cluster(console, client.get("/v1/cluster").json())
 
 
-def _come_back(client: httpx2.Client, console: Console, messages: list[Message]) -> None:
-    """The first customer's second turn, after its session has left the device, and the same without any session."""
+def _continue_session(client: httpx2.Client, console: Console, messages: list[Message]) -> None:
+    """Continue the first session after its KV left the device, and compare the answer with one without a session."""
     until_s = time.monotonic() + READ_S
     while _session_of(client)["place"] not in ("host", "disk"):
         if time.monotonic() > until_s:
-            raise RemoteError(f"the session did not leave the device: {_where(client)}")
-        time.sleep(LOOK_S)
+            raise RemoteError(f"the session did not leave the device: {_session_text(client)}")
+        time.sleep(POLL_S)
     console.print(
-        "\n[bold]the first customer again, in the same session[/bold], whose KV has left the device since:\n"
-        f"[dim]  its session: {_where(client)}[/dim]",
+        "\n[bold]the first customer again, in the same session[/bold], whose KV has left the device:\n"
+        f"[dim]  session: {_session_text(client)}[/dim]",
         highlight=False,
     )
-    back = _ask(client, console, messages, SESSION)
-    cached = sum(hop["usage"]["prompt_tokens_details"]["cached_tokens"] for hop in back.told["hops"])
+    restored = _send(client, console, messages, SESSION)
+    cached = sum(hop["usage"]["prompt_tokens_details"]["cached_tokens"] for hop in restored.facts["hops"])
+    console.print(f"[dim]  session: {_session_text(client)}; {cached} prompt tokens were reused[/dim]", highlight=False)
+    computed = _send(client, _quiet_console(), messages, None, salt="computed anew")
+    is_same = computed.message["content"].encode() == restored.message["content"].encode()
     console.print(
-        f"[dim]  its session: {_where(client)}; {cached} prompt tokens were not computed again[/dim]", highlight=False
-    )
-    anew = _ask(client, _silence(), messages, None, salt="computed anew")
-    is_same = anew.message["content"].encode() == back.message["content"].encode()
-    console.print(
-        f"[bold]the same turn without a session, all of it computed[/bold]: "
-        f"{'the same answer, byte by byte' if is_same else 'another answer'}",
+        f"[bold]the same request without a session, with every token computed[/bold]: "
+        f"{'the same answer, byte by byte' if is_same else 'a different answer'}",
         highlight=False,
     )
     if not is_same:
-        raise RemoteError("a session that came back answers otherwise: this is a defect")
+        raise RemoteError("the answer of a restored session differs from a computed one; this is a defect")
 
 
 def _session_of(client: httpx2.Client) -> dict[str, Any]:
-    [session] = client.get("/v1/sessions").json()["data"]
-    told: dict[str, Any] = session
-    return told
+    sessions: list[dict[str, Any]] = client.get("/v1/sessions").json()["data"]
+    return sessions[0]
 
 
-def _where(client: httpx2.Client) -> str:
-    """The place of the session, in words."""
+def _session_text(client: httpx2.Client) -> str:
+    """Location and tokens of the session, in words."""
     session = _session_of(client)
     stored = "unknown" if session["num_stored_tokens"] is None else str(session["num_stored_tokens"])
     return f"place {session['place']}, {session['num_tokens']} tokens on the device, {stored} in host memory"
 
 
 def _verify(console: Console, trace: Path) -> None:
-    """Decide again, in another process, all that the server decided."""
-    console.print("\n[bold]every step that the server decided, decided again from its recording[/bold]")
+    """Replay all decisions of the server in another process, and compare them."""
+    console.print("\n[bold]replay of every scheduler decision, from the server's recording[/bold]")
     ended = subprocess.run(
         [*LOCKSTEP, "replay", "--verify", str(trace)], stdout=subprocess.PIPE, text=True, timeout=READ_S, check=False
     )
@@ -281,7 +280,7 @@ def _verify(console: Console, trace: Path) -> None:
 
 
 def _judge(console: Console, baseline: Path, candidate: Path) -> None:
-    """The gate's verdict on two recordings, and what another setting would do to users."""
+    """Print the gate's verdict on two recordings, and its prediction of the candidate's latency."""
     command = [*LOCKSTEP, "gate", str(baseline), str(candidate), "--set", "min_pairs=5", "--json"]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=READ_S, check=False)
     if ended.returncode not in (0, 1, 2):
@@ -295,7 +294,7 @@ def _judge(console: Console, baseline: Path, candidate: Path) -> None:
     if times := judged_times(verdict):
         console.print(f"  {times}", highlight=False)
     for name, (before, after) in engine["settings"].items():
-        console.print(f"  what changed: {name}, from {before} to {after}", highlight=False)
+        console.print(f"  changed setting: {name}, from {before} to {after}", highlight=False)
     if "reasons" in engine["difference"]:
         reasons = "; ".join(engine["difference"]["reasons"])
         console.print(f"  the first step that differs (A: served, B: candidate): {reasons}", highlight=False)
@@ -304,7 +303,7 @@ def _judge(console: Console, baseline: Path, candidate: Path) -> None:
 
 
 def judged_times(verdict: dict[str, Any]) -> str:
-    """The measured times that the policy judges, each with its limit; empty: it judges none."""
+    """The measured times that the policy judges, with their limits; empty if it judges none."""
     parts = []
     for stem, words in (("ttft", "first token"), ("decode", "time between tokens"), ("latency", "latency")):
         figure, limit = verdict["summary"]["figures"][f"{stem}_p95_ms"], verdict["policy"][f"max_{stem}_p95_ratio"]
@@ -315,11 +314,11 @@ def judged_times(verdict: dict[str, Any]) -> str:
 
 
 def _show_prediction(console: Console, prediction: dict[str, Any]) -> None:
-    """Show what the candidate's setting would do to the recorded conversations, by a replay of them."""
+    """Print predicted latencies of the recorded conversations under the candidate's settings, from a replay."""
     from rich.table import Table
 
-    table = Table("figure", "measured", "replayed", "on the candidate", "change", title_justify="left")
-    table.title = "not judged by the policy: a prediction from the first recording alone"
+    table = Table("metric", "measured", "replayed", "candidate", "change", title_justify="left")
+    table.title = "prediction from the baseline's recording, not judged by the policy"
     for name, words in (
         ("ttft_p50_ms", "median first token, ms"),
         ("ttft_p95_ms", "p95 first token, ms"),
@@ -334,7 +333,7 @@ def _show_prediction(console: Console, prediction: dict[str, Any]) -> None:
 
 
 def _judge_both(console: Console, folder: Path) -> None:
-    """Verdicts on what was served: against itself, and against the same conversations under another setting."""
+    """Judge the recording against itself, and against a candidate that serves the same messages."""
     console.print("\n[bold]the gate: this server against itself[/bold]")
     _judge(console, folder / "served", folder / "served")
     console.print(f"\n[bold]the gate: against a candidate with {' '.join(CANDIDATE)}[/bold], with the same requests")
@@ -342,5 +341,5 @@ def _judge_both(console: Console, folder: Path) -> None:
         _serving(0, folder, "candidate", *CANDIDATE) as (url, _),
         _client(url) as client,
     ):
-        _converse(client, _silence())
+        _converse(client, _quiet_console())
     _judge(console, folder / "served", folder / "candidate")

@@ -1,5 +1,5 @@
-"""`lockstep diff` and `lockstep bisect`: the first step that two configs or workloads decide differently and why; which
-field makes a metric."""
+"""`lockstep diff` finds the first step at which two configs or workloads differ, and the reason. `lockstep bisect`
+finds the fields of a config that change a metric."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as shared
-from lockstep.cli.flag_groups import Flag, refuse_others, with_flags
+from lockstep.cli.flag_groups import Flag, reject_other_options, with_flags
 from lockstep.cli.replay_options import config_of, file_settings, open_with_notes, settings_of, warn_of_order
 from lockstep.cli.writing import check_outputs, expanded, write_file
 from lockstep.errors import UsageError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 EXIT_DIVERGED = 1
 _OF_RECORDINGS = ("a", "b", "engine", "html", "as_json", "debug")
+"""Parameters that apply to a comparison of two recordings."""
 
 
 class Sides(NamedTuple):
@@ -41,7 +42,7 @@ class Sides(NamedTuple):
     a: SchedulerConfig
     b: SchedulerConfig
     other: Workload | None
-    """B's workload, when it has its own."""
+    """Workload of B; None: the same as A's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +50,16 @@ class DiffFlags:
     """Flags of `lockstep diff`."""
 
     a: Annotated[
-        str, typer.Argument(metavar="A", help="A workload or trace; with --workload, a YAML or JSON file of limits.")
+        str, typer.Argument(metavar="A", help="Workload or trace; with --workload: YAML or JSON file of limits.")
     ]
-    b: Annotated[str | None, typer.Argument(metavar="B", help="Another of the same kind; none with --set-b.")] = None
+    b: Annotated[str | None, typer.Argument(metavar="B", help="Second such file; not needed with --set-b.")] = None
     workload: Annotated[str | None, Flag(metavar="FILE")] = None
-    """Compare the configs A and B on this."""
+    """Workload on which the configs A and B are compared."""
     settings: shared.Set = None
     set_b: Annotated[list[str] | None, Flag(metavar="FIELD=VALUE")] = None
-    """A limit of B only, over those of --set."""
+    """Scheduler limit of B only; overrides --set."""
     reproducer: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
-    """Write the few requests that still show it, as a workload."""
+    """Workload file for the smallest set of requests that shows the difference."""
     html: shared.Html = None
     reading: shared.ReadFlags = shared.READ_DEFAULTS
     costs: shared.CostFlags = shared.COST_DEFAULTS
@@ -77,13 +78,13 @@ def diff(context: typer.Context, given: DiffFlags) -> None:
     reproducer, html, costs = given.reproducer, given.html, given.costs
     check_outputs(((reproducer, "the reproducer"), (html, "the page")), (given.a, given.b, given.workload, costs.cost))
     if given.b is not None and given.workload is None and _are_recordings(Path(given.a), Path(given.b)):
-        why = "does not apply to two recordings, which are compared as they are; leave it out"
-        refuse_others(context, _OF_RECORDINGS, why)
+        why = "does not apply to a comparison of two recordings; remove it"
+        reject_other_options(context, _OF_RECORDINGS, why)
         _diff_recordings(Path(given.a), Path(given.b), given.reading.engine, html, given.as_json)
         return
     sides = _sides(given)
     if reproducer is not None and sides.other is not None:
-        raise UsageError("--reproducer is for two configs on one workload; here each side has its own")
+        raise UsageError("--reproducer requires one workload for both sides; A and B are different workloads")
     cost = costs.model()
     if sides.other is None:
         found = diff_configs(sides.workload, sides.a, sides.b, cost)
@@ -106,7 +107,7 @@ def diff(context: typer.Context, given: DiffFlags) -> None:
 
 
 def _set_b(fields: Iterable[str], b: SchedulerConfig) -> Iterator[str]:
-    """The options that make B of a workload that has A's config."""
+    """Command-line options that set B's values of the fields, for a workload with A's config."""
     for name in fields:
         value = getattr(b, name)
         yield "--set-b"
@@ -134,7 +135,7 @@ def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as
             show_block(finding)
             if its.fields and its.b is not None:
                 words = ["lockstep", "diff", str(a), "--engine", str(number), *_set_b(its.fields, its.b.config)]
-                print(f"what decides, and on how few requests: {shlex.join(words)}")
+                print(f"to find the decisive field and the smallest set of requests: {shlex.join(words)}")
     if html is not None:
         write_file(html, recordings_page(str(a), str(b), engines).encode(), "the page")
     if any(each.diff.divergence is not None for each in found):
@@ -146,7 +147,7 @@ def _sides(given: DiffFlags) -> Sides:
     common, own = settings_of(given.settings), settings_of(given.set_b)
     if workload is not None:
         if b is None:
-            raise UsageError("--workload compares two configs: `lockstep diff A.yaml B.yaml --workload FILE`")
+            raise UsageError("--workload requires two configs: `lockstep diff A.yaml B.yaml --workload FILE`")
         file, other = reading.read(workload), None
         fields_a, fields_b = {**file_settings(Path(a)), **common}, {**file_settings(Path(b)), **common, **own}
     else:
@@ -154,7 +155,7 @@ def _sides(given: DiffFlags) -> Sides:
         fields_a, fields_b = common, {**common, **own}
         if other is None and not own:
             raise UsageError(
-                "there is nothing to compare: give a second file, --set-b FIELD=VALUE, or two configs and "
+                "A has nothing to be compared with: give a second file, --set-b FIELD=VALUE, or two configs with "
                 "--workload FILE"
             )
     source_a, source_b = ("--set", "--set-b") if workload is None or b is None else (a, b)
@@ -164,7 +165,7 @@ def _sides(given: DiffFlags) -> Sides:
 
 
 def _write_page(path: Path, sides: Sides, cost: CostModel | None, found: Diff, finding: Finding) -> None:
-    """Both sides to their end, since finding a difference stops there."""
+    """Simulate both sides to their end, and write the page. The search for a difference stops at the difference."""
     from lockstep.replay.render.charts import Mark
     from lockstep.replay.render.pages import comparison_page
 
@@ -190,24 +191,24 @@ def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: shared.CostF
     from lockstep.replay.readers.workload_json import dump_workload
 
     if found.reproducer is None:
-        print(f"no reproducer is written to {path}: A and B decide the same", file=sys.stderr)
+        print(f"no reproducer is written to {path}: the decisions of A and B are the same", file=sys.stderr)
         return
     words = ["lockstep", "diff", str(path), *_set_b(found.fields, sides.b)]
     words += ["--cost", str(costs.cost)] if costs.cost is not None else []
     words += ["--tick-ms", f"{costs.tick_ms:g}"] if costs.tick_ms is not None else []
     document = dump_workload(found.reproducer.workload, sides.a)
-    write_file(path, document, "the reproducer", f"; it shows with: {shlex.join(words)}")
+    write_file(path, document, "the reproducer", f"; to see the difference: {shlex.join(words)}")
 
 
 @dataclass(frozen=True, slots=True)
 class BisectFlags:
     """Flags of `lockstep bisect`."""
 
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")]
-    config_a: Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Limits of A, as YAML or JSON.")]
-    config_b: Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Limits of B.")]
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Workload or trace.")]
+    config_a: Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Scheduler limits of A, as YAML or JSON.")]
+    config_b: Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Scheduler limits of B, as YAML or JSON.")]
     metric: str = "ttft_p99"
-    """A figure of the report: ttft_p99, output_tokens_per_s, preemptions ..."""
+    """Metric of the report: ttft_p99, output_tokens_per_s, preemptions ..."""
     settings: shared.Set = None
     reading: shared.ReadFlags = shared.READ_DEFAULTS
     costs: shared.CostFlags = shared.COST_DEFAULTS
@@ -217,7 +218,7 @@ class BisectFlags:
 
 @with_flags
 def bisect(given: BisectFlags) -> None:
-    """Take over each differing field alone, and all but each, and show which of them change the metric."""
+    """Change each differing field alone, and all but each, and show which fields change the metric."""
     from lockstep.replay.causes import bisect_fields
     from lockstep.replay.metrics import check_metric, metric_named, numbers_of
     from lockstep.replay.render.difference import bisection_facts, conclusion, effects_table

@@ -1,7 +1,7 @@
 """Flags as fields of dataclasses: a command takes a few values instead of sixty parameters.
 
-A flag has its type, its default and its help from its field. The help is the first paragraph under the field;
-``; None: X.`` in it is the default that the help shows, where X is a text or the name of another field.
+A flag takes its type, its default and its help from its field. The help is the first paragraph under the field. If it
+ends in ``; None: X.``, the help shows X as the default; X is a text or the name of another field.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lockstep.errors import UsageError
 from lockstep.option_fields import MOST, field_docs, type_of
 
 ENVIRONMENT_PREFIX = "LOCKSTEP"
-"""Of the flags of `lockstep serve`: ``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
+"""Prefix of the environment variables of `lockstep serve`: ``LOCKSTEP_MAX_MODEL_LEN`` sets ``--max-model-len``."""
 Answer = TypeVar("Answer")
 Options = TypeVar("Options")
 
 
 def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Make flags of every parameter that is a group of them; the command is called with the groups' values.
+    """Replace each parameter that is a group of flags by its flags; the command is called with the groups' values.
 
-    A group is annotated as a dataclass, each of whose fields is a flag with a default, or a group; or as
-    ``Annotated[Options, OptionFlags(...)]``. Flags stand where their group stands. A verb has one group.
+    A group is annotated as a dataclass whose fields are flags with defaults, or groups; or as
+    ``Annotated[Options, OptionFlags(...)]``. Flags take the position of their group. A verb has one group.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
     groups = {each.name: group for each in own if (group := _group_of(each.annotation)) is not None}
@@ -48,44 +48,44 @@ def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
         for parameter in own
         for each in flags_of.get(parameter.name, (parameter,))
     ]
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # both are what typer reads
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads both attributes
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The command line's settings of a field, beyond its name, type, default and sentence.
+    """Settings of a flag that its field's name, type, default and docstring do not give.
 
-    In a group it is part of the field's annotation, ``Annotated[int, Flag(metavar="N"), Range(1)]``; so may be what
-    typer has for a parameter.
+    In a group it is part of the field's annotation, ``Annotated[int, Flag(metavar="N"), Range(1)]``. The annotation may
+    instead contain typer's own description of a parameter.
     """
 
     name: str = ""
-    """Of the parameter; empty: the field's."""
+    """Name of the parameter; empty: the field's name."""
     also: tuple[str, ...] = ()
     """Further names of the flag, without dashes."""
     shown: str = ""
-    """The default in words, where the field's sentence has none."""
+    """Default in words, if the field's docstring does not give it."""
     metavar: str | None = None
-    """Its value in the help; None: the type's name."""
+    """Name of the value in the help; None: the type's name."""
     is_switch: bool = False
-    """A switch without a ``--no-`` form."""
+    """True for a switch without a ``--no-`` form."""
     is_hidden: bool = False
-    """Left out of the help: few users need it. docs/native.md has it."""
+    """True if the help leaves the flag out because few users need it. docs/native.md describes such flags."""
     call: Callable[..., Any] | None = None
-    """Converts the given value."""
+    """Function that converts the given value; None: no conversion."""
 
 
 SWITCH = Flag(is_switch=True)
 
 
 class OptionFlags(Generic[Options]):
-    """Flags for fields of options, which are a dataclass of a lower layer.
+    """Flags for fields of a dataclass of a lower layer.
 
     Args:
         owner: the dataclass.
-        flags: by field, in the order of the help. Other fields keep their defaults.
+        flags: flags by field, in the order of the help. Other fields keep their defaults.
     """
 
     def __init__(self, owner: type[Options], flags: Mapping[str, Flag]) -> None:
@@ -93,7 +93,7 @@ class OptionFlags(Generic[Options]):
         self._flags = flags
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        """The flags, as a command takes them."""
+        """The flags as parameters of a command."""
         assert is_dataclass(self._owner)
         hints, docs = get_type_hints(self._owner, include_extras=True), field_docs(self._owner)
         defaults = {field.name: field.default for field in fields(self._owner)}
@@ -102,7 +102,7 @@ class OptionFlags(Generic[Options]):
             yield _parameter(name, hints[field], defaults[field], docs[field], flag, has_variables=True)
 
     def value(self, **given: Any) -> Options:
-        """The options, of the flags' values by parameter."""
+        """The options with the given values, which are named by parameter."""
         return self._owner(**{field: given[flag.name or field] for field, flag in self._flags.items()})
 
 
@@ -115,7 +115,7 @@ def _parameter(
     names = [f"--{each}" for each in (name.replace("_", "-"), *flag.also)]
     declared = type_of(hint)
     bare = hint.__origin__ if get_origin(hint) is Annotated else hint
-    type_ = get_args(bare)[0] if get_origin(bare) in (Union, UnionType) else bare  # without its None
+    type_ = get_args(bare)[0] if get_origin(bare) in (Union, UnionType) else bare  # without None
     option = typer.Option(
         *(f"{each}/--no-{each[2:]}" if type_ is bool and not flag.is_switch else each for each in names),
         help=words if words.endswith(".") or not words else f"{words}.",
@@ -125,7 +125,7 @@ def _parameter(
         hidden=flag.is_hidden,
         callback=flag.call,
         show_default=shown or True,
-        envvar=_Variables(*names) if has_variables and len(names) > 1 else None,  # else it is found by the flag's name
+        envvar=_Variables(*names) if has_variables and len(names) > 1 else None,  # None: typer derives a single name
     )
     if declared.words:
         type_ = Literal[declared.words]
@@ -135,7 +135,7 @@ def _parameter(
 
 
 class _Variables(list[str]):
-    """The environment variables of a flag that has several names; messages show them as a text."""
+    """Environment variables of a flag with several names. As a text, in messages, they are joined by "or"."""
 
     def __init__(self, *flags: str) -> None:
         super().__init__(f"{ENVIRONMENT_PREFIX}_{flag.lstrip('-').replace('-', '_').upper()}" for flag in flags)
@@ -146,7 +146,7 @@ class _Variables(list[str]):
 
 @dataclass(frozen=True, slots=True)
 class _OwnFlags:
-    """A dataclass of flags: each field is a flag, or a group of flags."""
+    """Group of flags that is a dataclass: each field is a flag or a group."""
 
     owner: Any
 
@@ -168,7 +168,7 @@ class _OwnFlags:
             yield _parameter(flag.name or name, hint, field.default, docs.get(name, ""), flag)
 
     def value(self, **given: Any) -> Any:
-        """The dataclass, of the flags' values by parameter."""
+        """The dataclass with the given values, which are named by parameter."""
         values: dict[str, Any] = {}
         for name, hint in get_type_hints(self.owner, include_extras=True).items():
             group = _group_of(hint)
@@ -187,12 +187,15 @@ def _group_of(annotation: Any) -> OptionFlags[Any] | _OwnFlags | None:
     return _OwnFlags(annotation) if is_dataclass(annotation) and isinstance(annotation, type) else None
 
 
-def refuse_others(context: typer.Context, used: Collection[str], why: str) -> None:
-    """UsageError for an option or argument that was given and that this way of calling a command has no use for.
+def reject_other_options(context: typer.Context, used: Collection[str], why: str) -> None:
+    """Reject options and arguments that do not apply to the current mode of a command.
 
     Args:
-        used: names of the parameters that it has a use for.
-        why: ends the sentence that begins with the option.
+        used: names of the parameters that apply.
+        why: end of the error's sentence, which begins with the option.
+
+    Raises:
+        UsageError: another option or argument was given.
     """
     for parameter in context.command.params:
         name = parameter.name
@@ -203,6 +206,6 @@ def refuse_others(context: typer.Context, used: Collection[str], why: str) -> No
 
 
 def show_help_without_command(context: typer.Context) -> None:
-    """Print a group's help where it is called without a command."""
+    """Print the help of a group that is called without a command."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

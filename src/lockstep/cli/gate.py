@@ -1,6 +1,6 @@
-"""`lockstep gate`, `lockstep mirror` and `lockstep mirror-gate`: promote, hold or rollback, from what was mirrored.
+"""`lockstep gate`, `lockstep mirror` and `lockstep mirror-gate`: promote, hold or rollback, from mirrored traffic.
 
-Exit codes: 0 promote, 1 rollback, 2 hold; 3 where there is no verdict, whatever went wrong.
+Exit codes: 0 promote, 1 rollback, 2 hold, 3 any error that prevents a verdict.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
     from lockstep.report.document import Plots
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
-"""Variable that names the file which GitHub Actions shows beside a job."""
+"""Environment variable with the path of the file that GitHub Actions shows as a job's summary."""
 
 Files = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="[FILE | BASELINE CANDIDATE]",
-        help="Both sides in one file, or a file or recording of each.",
+        help="One file with both sides, or a file or recording per side.",
         show_default=False,
     ),
 ]
-Input = Annotated[Path | None, typer.Option("--input", metavar="FILE", callback=expanded, help="The one FILE.")]
+Input = Annotated[Path | None, typer.Option("--input", metavar="FILE", callback=expanded, help="FILE, as an option.")]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A field of the policy, e.g. mode=sequential.")
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Field of the policy, e.g. mode=sequential.")
 ]
 File = Annotated[Path | None, Flag(metavar="FILE", call=expanded)]
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFlags:
-    """Sources of the policy, beside the input."""
+    """Flags for sources of the policy in addition to the input."""
 
     policy: File = None
-    """A YAML or JSON file of policy fields."""
+    """YAML or JSON file of policy fields."""
     settings: Set = None
     owners: File = None
-    """Who looks after a signal: PATTERN OWNER lines."""
+    """File with the owners of signals, in lines of PATTERN OWNER."""
 
     def sources(self) -> PolicySources:
-        """As the judging of files takes them."""
+        """Sources of the policy in the form of the `judging` module."""
         from lockstep.release.judging import PolicySources
 
         return PolicySources(self.policy, tuple(self.settings or ()), self.owners)
@@ -62,19 +62,19 @@ class PolicyFlags:
 
 @dataclass(frozen=True, slots=True)
 class ReportFlags:
-    """Places of the verdict, beside the terminal."""
+    """Flags for files with the verdict, in addition to the output on the terminal."""
 
     output: File = None
-    """Write the verdict as JSON."""
+    """File for the verdict as JSON."""
     markdown: Annotated[Path | None, Flag(metavar="FILE", call=expanded, shown=f"${STEP_SUMMARY}")] = None
-    """Append a report in Markdown."""
+    """File to which a report in Markdown is appended."""
     junit: File = None
-    """Write the signals as JUnit XML."""
+    """File for the signals as JUnit XML."""
     html: File = None
-    """Write a page, one file."""
+    """File for a report as a single HTML page."""
 
-    def places(self) -> tuple[OutputFile, ...]:
-        """Files that are written, and what they are called."""
+    def files(self) -> tuple[OutputFile, ...]:
+        """Files to write, with their names in messages."""
         verdict, report = (self.output, "the verdict"), (self.markdown, "the report")
         return verdict, report, (self.junit, "the test results"), (self.html, "the page")
 
@@ -91,7 +91,7 @@ class GateFlags:
     one_file: Input = None
     policy: PolicyFlags = _DEFAULT_POLICY
     aa: File = None
-    """A second baseline's answers to the same requests: what differs there is noise."""
+    """Answers of a second baseline to the same requests; its differences from the first are noise."""
     reports: ReportFlags = _NO_REPORTS
     as_json: flags.Json = False
     debug: flags.Debug = False
@@ -110,22 +110,22 @@ def mirror(
     one_file: Input = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", callback=expanded, help="Write it there; lines if .jsonl."),
+        typer.Option("--output", metavar="FILE", callback=expanded, help="Converted file: JSONL if .jsonl, else JSON."),
     ] = None,
     debug: flags.Debug = False,
 ) -> int:
-    """Convert what other tools wrote to one file of observations that the gate reads."""
+    """Convert files of other tools to one file of observations for the gate."""
     from lockstep.release.judging import convert_files
 
     paths = paths_of(files, one_file)
     if output is None:
-        raise UsageError("--output is required: the path of the converted file, e.g. --output gate-input.json")
+        raise UsageError("--output is required; give the path of the converted file, e.g. --output gate-input.json")
     check_outputs(((output, _GATE_INPUT),), paths)
     make_folder(output, _GATE_INPUT)
     sources, num_pairs = convert_files(paths, output)
     for source in sources:
         print(f"{source.path}: {source.num_rows:,} records of {source.format}", file=sys.stderr)
-    print(f"{output}: {num_pairs:,} pairs; lockstep gate {output} judges them", file=sys.stderr)
+    print(f"{output}: {num_pairs:,} pairs; to judge them: lockstep gate {output}", file=sys.stderr)
     return 0
 
 
@@ -136,7 +136,7 @@ class MirrorGateFlags:
     files: Files = None
     one_file: Input = None
     gate_input: File = None
-    """Write the converted file there, too."""
+    """File for the converted observations."""
     policy: PolicyFlags = _DEFAULT_POLICY
     reports: ReportFlags = _NO_REPORTS
     as_json: flags.Json = False
@@ -145,7 +145,7 @@ class MirrorGateFlags:
 
 @with_flags
 def mirror_gate(given: MirrorGateFlags) -> int:
-    """Convert what other tools wrote, and judge it: exit codes as those of gate."""
+    """Convert files of other tools and judge them; the exit codes are those of gate."""
     paths = paths_of(given.files, given.one_file)
     return _judge(paths, given.policy, given.reports, given.as_json, gate_input=given.gate_input)
 
@@ -164,8 +164,8 @@ def _judge(
     from lockstep.release.curves import plots_of
     from lockstep.release.judging import judge_files
 
-    check_outputs((*reports.places(), (gate_input, _GATE_INPUT)), (*paths, policy.policy, policy.owners, second))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # files of gigabytes go with this process
+    check_outputs((*reports.files(), (gate_input, _GATE_INPUT)), (*paths, policy.policy, policy.owners, second))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files of gigabytes are removed
     if gate_input is not None:
         make_folder(gate_input, _GATE_INPUT)
     verdict, rules, evidence = judge_files(paths, policy.sources(), second, gate_input)
@@ -175,10 +175,10 @@ def _judge(
 
 
 def paths_of(files: list[Path] | None, given: Path | None) -> list[Path]:
-    """The one or two paths that are named; UsageError for more or none."""
+    """The one or two given paths; UsageError for more or none."""
     paths = [*(path.expanduser() for path in files or ()), *([given] if given is not None else [])]
     if len(paths) not in (1, 2):
-        raise UsageError("name one FILE that holds both sides, or two: BASELINE CANDIDATE")
+        raise UsageError(f"{len(paths)} files are given; give one FILE with both sides, or two: BASELINE CANDIDATE")
     return paths
 
 
@@ -190,10 +190,10 @@ def _write(verdict: Verdict, plots: Sequence[Plots], reports: ReportFlags) -> No
         write_file(reports.output, to_json(verdict), "the verdict")
     if reports.junit is not None:
         write_file(reports.junit, to_junit(verdict), "the test results")
-    if place := reports.markdown or os.environ.get(STEP_SUMMARY):
+    if path := reports.markdown or os.environ.get(STEP_SUMMARY):
         from lockstep.report.text import to_markdown
 
-        markdown = Path(place)
+        markdown = Path(path)
         before = markdown.read_bytes() if markdown.is_file() else b""
         write_file(markdown, before + to_markdown(document_of(verdict)).encode(), "the report")
     if reports.html is not None:
@@ -213,5 +213,5 @@ def _show(verdict: Verdict, as_json: bool) -> None:
         else:
             show(document_of(verdict))
         sys.stdout.flush()
-    except BrokenPipeError:  # who read it went away; the exit code is the verdict all the same
+    except BrokenPipeError:  # the reader has closed its pipe; the exit code still reports the verdict
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

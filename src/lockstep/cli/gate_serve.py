@@ -1,4 +1,4 @@
-"""`lockstep gate serve`: a verdict over HTTP on files that grow."""
+"""`lockstep gate serve`: serves the verdict on growing files over HTTP."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DEFAULT_PORT = 9005
 _DEFAULT_POLICY = judging.PolicyFlags()
 KEY_VARIABLE = "LOCKSTEP_GATE_API_KEY"
 
-Host = Annotated[str, typer.Option(help="Where to listen; beyond this machine only with a key.")]
-Port = Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)]
+Host = Annotated[str, typer.Option(help="Address to listen on; beyond loopback, a key is required.")]
+Port = Annotated[int, typer.Option(help="Port to listen on; 0: any free port.", min=0, max=65535)]
 ApiKey = Annotated[
-    list[str] | None, typer.Option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Required of every caller.")
+    list[str] | None, typer.Option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Required API key.")
 ]
 
 
@@ -45,9 +45,9 @@ def gate_serve(
     from lockstep.worker.logs import log_to_stderr
 
     log_to_stderr("text", "info", "gate")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn hands it on; the copies go with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again; the exit removes the copies
     paths = judging.paths_of(files, None)
-    policy.sources().policy()  # faults of the policy come before the first line of evidence
+    policy.sources().policy()  # so that faults of the policy are reported before any evidence is read
     keys = tuple(api_key or ())
     options = ServerOptions(host=host, port=port, api_keys=keys)
 
@@ -55,8 +55,8 @@ def gate_serve(
         followers = [Follower(path, folder / f"{number}-{path.name}") for number, path in enumerate(paths)]
         live = LiveGate(followers, lambda copies: judge_files(copies, policy.sources(), names=paths).verdict)
         listener = bind(options)
-        live.check()  # so that the first request gets the verdict of the files as they are
+        live.check()  # so that the first request gets the verdict on the current files
         listen(listener, options)
-        print(f"gate: {url_of(listener)}/v1/verdict follows {', '.join(map(str, paths))}", flush=True)
+        print(f"gate: {url_of(listener)}/v1/verdict judges {', '.join(map(str, paths))}", flush=True)
         config = uvicorn.Config(app_of(live, host, keys), log_level="warning", lifespan="on")
         uvicorn.Server(config).run(sockets=[listener])

@@ -1,7 +1,7 @@
-"""`lockstep`: the entry point, and its verbs, each of which is imported when it is chosen.
+"""`lockstep`: the entry point and its verbs. A verb's module is imported when the verb is used.
 
-Whatever goes wrong becomes one line, a manifest's faults one each, a boot over budget a line and a table; exit code 2.
-`--debug` shows the traceback.
+An error is printed as one line, each fault of a manifest as one line, and a manifest over budget as a line and a table.
+The exit code is 2. `--debug` shows the traceback.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from lockstep.version import __version__
 
 EXIT_ERROR = 2
 EXIT_NO_VERDICT = 3
-"""Of verbs whose other exit codes are verdicts: whatever went wrong, it is none of those."""
+"""Exit code of errors of `VERDICT_VERBS`, whose other exit codes are verdicts."""
 VERDICT_VERBS = ("gate", "mirror", "mirror-gate")
 EXIT_INTERRUPTED = 130
 COMPLETION_VARIABLE = "_LOCKSTEP_COMPLETE"
-"""Environment variable by which a shell's script requests completions."""
+"""Environment variable with which a shell's script requests completions."""
 VERBS: Mapping[str, tuple[str, str]] = {
-    "run": ("lockstep.cli.run:run", "Answer a prompt, or chat when there is none."),
-    "serve": ("lockstep.cli.serve:serve", "Serve a model, or a cluster of them, to OpenAI clients."),
+    "run": ("lockstep.cli.run:run", "Answer a prompt, or chat if no prompt is given."),
+    "serve": ("lockstep.cli.serve:serve", "Serve a model, or a cluster of models, to OpenAI clients."),
     "demo": (
         "lockstep.cli.demo:demo",
-        "Show a routed cluster on the embedded model: answers, a replay of them, a verdict; no download, no GPU.",
+        "Show a routed cluster on the embedded model: answers, replay, gate verdict; no download, no GPU.",
     ),
     "run-batch": (
         "lockstep.cli.run_batch:run_batch",
@@ -41,7 +41,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     ),
     "check": (
         "lockstep.cli.manifests:check",
-        "Report every fault of a manifest, or the placement of its models; exit code 2 if it would not boot.",
+        "Report every fault of a manifest, or the placement of its models; exit code 2 if it cannot boot.",
     ),
     "calibrate": (
         "lockstep.cli.calibrate:calibrate",
@@ -53,15 +53,15 @@ VERBS: Mapping[str, tuple[str, str]] = {
     ),
     "top": (
         "lockstep.cli.top:top",
-        "Watch a running cluster in the terminal: models, rates, memory, sessions and events; changes nothing.",
+        "Watch a running cluster in the terminal: models, rates, memory, sessions and events; read-only.",
     ),
     "replay": (
         "lockstep.cli.replay:replay",
-        "Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes.",
+        "Replay a workload with the server's scheduler, on a logical clock: same input, same bytes.",
     ),
     "replay --serve": (
         "lockstep.cli.replay_serve:replay_serve",
-        "Answer recorded requests again, token by token with their recorded times: a server without a model.",
+        "Serve recorded answers without a model, token by token at their recorded times.",
     ),
     "diff": (
         "lockstep.cli.diff:diff",
@@ -69,11 +69,11 @@ VERBS: Mapping[str, tuple[str, str]] = {
     ),
     "bisect": (
         "lockstep.cli.diff:bisect",
-        "Take over each differing field alone, and all but each, and show which of them change the metric.",
+        "Change each differing field alone, and all but each, and show which fields change the metric.",
     ),
     "sweep": (
         "lockstep.cli.sweep:sweep",
-        "Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them.",
+        "Replay every combination of a grid of limits; exit code 1 if no combination meets the given goals.",
     ),
     "gate": ("lockstep.cli.gate:gate", "Judge a candidate: exit code 0 promote, 1 rollback, 2 hold, 3 bad input."),
     "gate serve": (
@@ -82,44 +82,48 @@ VERBS: Mapping[str, tuple[str, str]] = {
     ),
     "mirror": (
         "lockstep.cli.gate:mirror",
-        "Convert what other tools wrote to one file of observations that the gate reads.",
+        "Convert files of other tools to one file of observations for the gate.",
     ),
     "mirror-gate": (
         "lockstep.cli.gate:mirror_gate",
-        "Convert what other tools wrote, and judge it: exit codes as those of gate.",
+        "Convert files of other tools and judge them; the exit codes are those of gate.",
     ),
-    "chat": ("lockstep.cli.chat:chat", "Chat with a server of the OpenAI API; Lockstep's own is the default."),
+    "chat": ("lockstep.cli.chat:chat", "Chat with a server that has the OpenAI API, by default a local Lockstep."),
     "pull": (
         "lockstep.cli.models:pull",
-        "Bring a model from the Hugging Face hub into its cache, or the cached one up to date.",
+        "Download a model from the Hugging Face hub into the hub's cache, or update it there.",
     ),
     "list": ("lockstep.cli.models:list_models", "List the models in the hub's cache that can be served."),
     "rm": ("lockstep.cli.models:rm", "Delete a model, one revision of it or one GGUF file from the hub's cache."),
     "collect-env": (
         "lockstep.cli.collect_env:collect_env",
-        "Print versions, machine, limits, caches and settings: paste it into a bug report.",
+        "Print versions, machine, limits, caches and settings for a bug report.",
     ),
     "completion": (
         "lockstep.cli.main:completion",
         'Print the script for a shell\'s completion, e.g. eval "$(lockstep completion bash)" in ~/.bashrc.',
     ),
-    "models": ("lockstep.cli.models:models_app", "Look at models on disk."),
+    "models": ("lockstep.cli.models:models_app", "Inspect models on disk."),
     "bench": ("lockstep.cli.bench:bench_app", "Measure a server, or the engine in this process."),
 }
-"""By name, in the order of the help: where its function or group is, and the first line of that one's docstring."""
+"""Location and help of each verb, in the order of the help: ``module:function`` or ``module:group``, and the first line
+of its docstring."""
 
 
 class _LazyGroup(TyperGroup):
-    """Commands that stand only with their line of help, until one is chosen and imported."""
+    """Group whose commands are placeholders with a line of help; a command is imported when it is used."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # the types are of a module that typer keeps private
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # the types are in a private module of typer
         args = _joined(args)
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else command_of(name), rest
 
 
 def _joined(args: list[str]) -> list[str]:
-    """Arguments with a verb of two words as one: beside a verb that takes files, or anywhere behind it a flag."""
+    """Arguments in which a verb of two words is one argument.
+
+    The second word follows the first (`gate serve`), or is a flag anywhere after it (`replay FILE --serve`).
+    """
     if " ".join(args[:2]) in VERBS:
         return [" ".join(args[:2]), *args[2:]]
     for at, flag in enumerate(args):
@@ -131,7 +135,7 @@ def _joined(args: list[str]) -> list[str]:
 
 app = typer.Typer(
     name="lockstep",
-    help="Serves language models on one box; the same bytes alone or batched.",
+    help="Serves language models on CPUs; answers are bitwise identical, alone or batched.",
     cls=_LazyGroup,
     invoke_without_command=True,
     add_completion=False,
@@ -143,7 +147,7 @@ for _name, (_, _help) in VERBS.items():
 
 
 def command_of(name: str) -> Any:
-    """A verb as typer's command or group; its module is imported."""
+    """Import the module of a verb, and return its command or group."""
     module, _, attribute = VERBS[name][0].partition(":")
     verb = getattr(import_module(module), attribute)
     if isinstance(verb, typer.Typer):
@@ -169,13 +173,13 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Serves language models on one box; the same bytes alone or batched."""
+    """Serves language models on CPUs; answers are bitwise identical, alone or batched."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Whose script to print.")],
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Shell to print the script for.")],
 ) -> None:
     """Print the script for a shell's completion, e.g. eval "$(lockstep completion bash)" in ~/.bashrc."""
     from typer.completion import get_completion_script
@@ -186,26 +190,26 @@ def completion(
         "fish": "lockstep completion fish > ~/.config/fish/completions/lockstep.fish",
     }
     print(get_completion_script(prog_name="lockstep", complete_var=COMPLETION_VARIABLE, shell=shell))
-    print(f"# {install[shell]}")  # last: zsh reads a script's first line
+    print(f"# {install[shell]}")  # at the end, because zsh interprets a script's first line
 
 
 def main() -> None:
     """Run the command line and exit."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # whoever started us closed it
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
+        if getattr(sys, name) is None:  # the parent process closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
     sys.exit(invoke(sys.argv[1:]))
 
 
 def invoke(argv: list[str]) -> int:
-    """Run one command; returns its exit code and never raises what a user could have caused."""
-    if COMPLETION_VARIABLE in os.environ:  # typer does it by itself only where it also adds its own options
+    """Run one command and return its exit code. Errors that a user can cause are printed and not raised."""
+    if COMPLETION_VARIABLE in os.environ:  # typer does this by itself only together with options of its own
         from typer.completion import completion_init
 
         completion_init()
     try:
         code = app(args=argv, prog_name="lockstep", standalone_mode=False)
-        if code == EXIT_INTERRUPTED:  # typer makes it of Ctrl-C
+        if code == EXIT_INTERRUPTED:  # typer returns this code after Ctrl-C
             return _exit_code(argv, code)
         return _flushed(code if isinstance(code, int) else 0)
     except typer.TyperException as error:
@@ -222,13 +226,13 @@ def invoke(argv: list[str]) -> int:
         return _fail(str(error), argv)
     except (KeyboardInterrupt, typer.Abort):
         return _exit_code(argv, EXIT_INTERRUPTED)
-    except SystemExit as error:  # typer's own way to end when the reader of our output went away
+    except SystemExit as error:  # raised by typer when the reader of the output has closed its pipe
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         return _exit_code(argv, 0)
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:
-            _forget_output()
+            _discard_output()
             return _fail(f"the output cannot be written: {error.strerror}", argv)
         return _defect(error, argv)
     except Exception as error:
@@ -236,7 +240,7 @@ def invoke(argv: list[str]) -> int:
 
 
 def _usage_text(error: typer.TyperException) -> str:
-    """The text of an error of the command line, with a reason of ours in the place of pydantic's."""
+    """Text of a command-line error; pydantic's reason is replaced by one in plain words."""
     from pydantic import ValidationError
 
     from lockstep.spelling import demand
@@ -251,33 +255,33 @@ def _usage_text(error: typer.TyperException) -> str:
 
 
 def _flushed(code: int) -> int:
-    """The exit code, once all output is written or its reader is gone."""
+    """Write all buffered output, and return the exit code."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # nothing to report, and nobody to report it to
-        _forget_output()
+    except BrokenPipeError:  # the reader has closed its pipe, which is no error
+        _discard_output()
     return code
 
 
-def _forget_output() -> None:
-    """Discard buffered output, which would only fail again when the process ends."""
+def _discard_output() -> None:
+    """Discard buffered output, whose writing would fail again when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _defect(error: Exception, argv: list[str]) -> int:
-    """A defect of ours; still one line, and the way to see more."""
-    return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", argv)
+    """Print an internal error as one line that names the flag for its traceback; returns the exit code."""
+    return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows the traceback)", argv)
 
 
 def _fail(message: str, argv: list[str]) -> int:
     if "--debug" in argv:
         traceback.print_exc()
-    with suppress(BrokenPipeError):  # the exit code reports it, too
+    with suppress(BrokenPipeError):  # the exit code reports the error, too
         print(f"lockstep: error: {' '.join(message.split())}", file=sys.stderr)
     return _exit_code(argv, EXIT_ERROR)
 
 
-def _exit_code(argv: list[str], of_others: int) -> int:
-    """The exit code of a command that was not ended by itself, unless its verb's exit codes are verdicts."""
+def _exit_code(argv: list[str], usual: int) -> int:
+    """Exit code of a command that was interrupted or failed: the usual one, except for `VERDICT_VERBS`."""
     verb = next((argument for argument in argv if not argument.startswith("-")), "")
-    return EXIT_NO_VERDICT if verb in VERDICT_VERBS else of_others
+    return EXIT_NO_VERDICT if verb in VERDICT_VERBS else usual

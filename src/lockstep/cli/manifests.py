@@ -1,4 +1,4 @@
-"""Manifests at the command line: read from files and pipes, with this process's environment; and `lockstep check`."""
+"""Manifests of the command line: `lockstep check`, and reading from files and pipes with the process's environment."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 STANDARD_INPUT = "standard input"
-"""What it is called in errors."""
+"""Name of a piped manifest in errors."""
 BackendName = Annotated[
     str | None,
     typer.Option(
         metavar="auto|stub|pocket|SOURCE",
-        help="Of a manifest's models: their own sources; stubs without files; the embedded model; or one model behind "
-        "every name (a path, hf://, pocket://, stub://).",
+        help="Models behind the manifest's names: auto is their own sources, stub is stubs without files, pocket is "
+        "the embedded model, and SOURCE is one model (a path, hf://, pocket://, stub://).",
         show_default="auto",
     ),
 ]
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file; it may refer to this process's environment.
+    """Read a manifest from a file. It may refer to environment variables of this process.
 
     Raises:
         UsageError: the file cannot be read.
-        ManifestError: it has faults.
+        ManifestError: the manifest has faults.
     """
     from lockstep.cluster.manifest_file import parse
     from lockstep.yaml_reading import read_text
@@ -48,7 +48,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_standard_input() -> Manifest:
-    """Read a manifest from a pipe; see `read_manifest`."""
+    """Read a manifest from standard input, with the errors of `read_manifest`."""
     from lockstep.cluster.manifest_file import parse
     from lockstep.yaml_reading import MAX_BYTES, text_of
 
@@ -57,7 +57,7 @@ def read_standard_input() -> Manifest:
 
 
 def backend_of(name: str | None) -> Backend | OneModel:
-    """The backend that --backend names; UsageError lists the known ones."""
+    """Backend of the value of --backend; UsageError, with the valid values, if there is none."""
     from lockstep.cluster.backend import POCKET, Backend, OneModel
     from lockstep.cluster.manifest_keys import check_source
     from lockstep.spelling import did_you_mean
@@ -82,7 +82,7 @@ def backend_of(name: str | None) -> Backend | OneModel:
 
 EXIT_REFUSED = 2
 
-ManifestFile = Annotated[Path, typer.Argument(metavar="FILE", help="A manifest; - reads standard input.")]
+ManifestFile = Annotated[Path, typer.Argument(metavar="FILE", help="Manifest file; - reads standard input.")]
 
 
 def check(
@@ -92,7 +92,7 @@ def check(
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Report every fault of a manifest, or the placement of its models; exit code 2 if it would not boot."""
+    """Report every fault of a manifest, or the placement of its models; exit code 2 if it cannot boot."""
     from lockstep.cluster.placement import place, text_of
 
     served_by = backend_of(backend)
@@ -139,7 +139,7 @@ def _facts(name: str, backend: str, placement: Placement) -> dict[str, Any]:
 
 
 def _hosts(placement: Placement) -> dict[str, Any] | None:
-    """The keys of ``hosts:`` but ``replicas``, those left out included; None: everything runs here."""
+    """Effective values of ``hosts:``, except ``replicas``; None: all models run on this machine."""
     from lockstep.cluster.manifest_hosts import HOSTS, TLS
 
     hosts = placement.declared.hosts

@@ -1,5 +1,5 @@
-"""Models on this disk: `lockstep models` describes one and checks whether this machine computes it deterministically;
-`lockstep pull`, `list` and `rm` keep those of the Hugging Face hub."""
+"""Models on this disk: `lockstep models` describes a model and checks its determinism on this machine; `lockstep pull`,
+`list` and `rm` manage the cache of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ models_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
 @models_app.callback()
 def _models(context: typer.Context) -> None:
-    """Look at models on disk."""
+    """Inspect models on disk."""
     show_help_without_command(context)
 
 
@@ -49,7 +49,7 @@ def info(
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Describe a model on disk and how it would be loaded; reads no weights."""
+    """Describe a model on disk and its form after loading, without reading its weights."""
     from lockstep.artifacts.source import open_artifact
 
     with loading_progress(model) as progress:
@@ -75,7 +75,7 @@ def verify(
 ) -> None:
     """Check on this machine that batching, chunking, swapping and reloading change no bit; exit code 1 if one does.
 
-    It prints a digest too, which is the same on every machine.
+    It also prints a digest, which is the same on every machine.
     """
     from lockstep.engine.loading import verify_model
 
@@ -159,12 +159,12 @@ def _print_report(model: str, found: ModelCheck) -> None:
     print(f"digest: {found.digest}")
 
 
-Source = Annotated[str, typer.Argument(help="hf://org/name, with @revision or #file.gguf where they are needed.")]
+Source = Annotated[str, typer.Argument(help="Source: hf://org/name, optionally with @revision or #file.gguf.")]
 _DAY_S = 86400.0
 
 
 def pull(source: Source, as_json: flags.Json = False, debug: flags.Debug = False) -> None:
-    """Bring a model from the Hugging Face hub into its cache, or the cached one up to date."""
+    """Download a model from the Hugging Face hub into the hub's cache, or update it there."""
     from lockstep.artifacts.hub.download import pull as fetch
 
     named = _hub_source(source)
@@ -188,12 +188,12 @@ def list_models(as_json: flags.Json = False, debug: flags.Debug = False) -> None
     if models:
         _print_table(models)
     else:
-        print(f"No models in {cache_directory()}; lockstep pull {SCHEME}org/name brings one.", file=sys.stderr)
+        print(f"No models in {cache_directory()}; to download one: lockstep pull {SCHEME}org/name", file=sys.stderr)
     _print_packs()
 
 
 def _print_packs() -> None:
-    """A line of the packed weights, if there are some."""
+    """Print number, size and folder of the packed weights, if there are any."""
     from lockstep.engine.loading import default_cache_dir
     from lockstep.executors.native.packs import FOLDER, stored_packs
 
@@ -205,7 +205,7 @@ def _print_packs() -> None:
 
 def rm(
     source: Source,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Delete without confirmation.")] = False,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
@@ -218,7 +218,7 @@ def rm(
     strategy = plan_removal(named)
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError("rm asks before it deletes, and standard input is not a terminal: add --yes")
+            raise UsageError("rm needs a confirmation, but standard input is not a terminal; add --yes")
         typer.confirm(f"Delete {named} and free {size(strategy.expected_freed_size)}?", abort=True, err=True)
     strategy.execute()
     freed = strategy.expected_freed_size + remove_leftovers(named)
@@ -230,7 +230,7 @@ def rm(
 
 
 def _hub_source(text: str) -> HubSource:
-    """A model of the hub, with or without its scheme; a path is refused."""
+    """Source of a text with or without the scheme ``hf://``; UsageError for a path."""
     from lockstep.artifacts.hub.source import SCHEME, match_hub_source, parse_hub_source
 
     named = match_hub_source(text)
@@ -253,7 +253,7 @@ def _print_table(models: list[CachedModel]) -> None:
         taken, used = size(model.num_bytes), _ago(now - model.last_used_s)
         table.add_row(model.source, model.revision, model.format, taken, used)
     console = Console()
-    # A pipe gets whole names whatever their length: another program reads them.
+    # A pipe gets whole names of any length, because another program reads them.
     console.print(table, soft_wrap=not console.is_terminal, width=None if console.is_terminal else 1000)
 
 
@@ -266,7 +266,7 @@ def _ago(seconds: float) -> str:
 
 @contextmanager
 def _download_progress(name: str) -> Iterator[DownloadProgress]:
-    """Bytes, speed and remaining time on the terminal; silent where standard error is not a terminal."""
+    """Callback that draws bytes, speed and remaining time; it does nothing if standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda file, have, total: None
         return

@@ -1,4 +1,4 @@
-"""Command-line options that several verbs share, and what they mean as values."""
+"""Command-line options that several verbs share, and their conversion to values."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ Executor = Annotated[ExecutorOptions, EXECUTOR]
 Quantize = Annotated[ExecutorOptions, OptionFlags(ExecutorOptions, {"quantize": Flag()})]
 CacheDir = Annotated[
     Path | None,
-    typer.Option(envvar="LOCKSTEP_CACHE_DIR", help="Where packed weights are kept.", show_default="the user's cache"),
+    typer.Option(envvar="LOCKSTEP_CACHE_DIR", help="Directory for packed weights.", show_default="the user's cache"),
 ]
 ChatTemplate = Annotated[
     Path | None,
-    typer.Option("--chat-template", metavar="FILE", help="A Jinja file in the place of the model's template."),
+    typer.Option("--chat-template", metavar="FILE", help="Jinja file that replaces the model's chat template."),
 ]
 ChatTemplateKwargs = Annotated[
     str | None,
     typer.Option(metavar="JSON", help="Variables for the chat template, e.g. '{\"enable_thinking\": false}'."),
 ]
 Reasoning = Annotated[
-    Literal["auto", "off"], typer.Option(help="auto keeps thoughts apart from the answer; off leaves them in it.")
+    Literal["auto", "off"], typer.Option(help="auto separates the reasoning from the answer; off does not.")
 ]
 Prompt = Annotated[
-    str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
+    str | None, typer.Option("-p", "--prompt", help="Answer this prompt and exit; - reads standard input.")
 ]
 System = Annotated[str | None, typer.Option(help="System message.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print the figures of each answer.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print token counts and times of each answer.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 DEFAULT_URL = "http://127.0.0.1:9000"
-BaseUrl = Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="The server, with or without /v1.")]
-ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_envvar=True)]
-RemoteModel = Annotated[str | None, typer.Option("--model", help="By default the first of /v1/models.")]
-ExtraBody = Annotated[str | None, typer.Option(metavar="JSON", help="Further fields of each request.")]
+BaseUrl = Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="URL of the server, with or without /v1.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key (bearer token).", show_envvar=True)]
+RemoteModel = Annotated[str | None, typer.Option("--model", help="Model name; by default the first of /v1/models.")]
+ExtraBody = Annotated[str | None, typer.Option(metavar="JSON", help="Further fields of each request's body.")]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModelFlags:
-    """A model that a command loads into its own process: its prompts, its KV, its executor."""
+    """Flags for a model that a command loads into its own process: chat template, KV pool, executor."""
 
     chat_template: ChatTemplate = None
     chat_template_kwargs: ChatTemplateKwargs = None
@@ -72,17 +72,17 @@ class LocalModelFlags:
     cache_dir: CacheDir = None
 
     def load_options(self, max_num_seqs: int) -> LoadOptions:
-        """Options of loading it; ConfigError and UsageError for values that no engine can satisfy."""
+        """Options of loading the model; ConfigError and UsageError for values that no engine can satisfy."""
         engine = checked(replace(self.pool, max_num_seqs=max_num_seqs))
         return LoadOptions(engine, self.executor, self.cache_dir, read_template(self.chat_template))
 
     def template_variables(self) -> dict[str, Any]:
-        """The value of --chat-template-kwargs; UsageError where it is not a JSON object."""
+        """Value of --chat-template-kwargs; UsageError if it is not a JSON object."""
         return template_kwargs(self.chat_template_kwargs)
 
 
 def checked(options: EngineOptions) -> EngineOptions:
-    """The options; ConfigError for flags that no engine can satisfy. It names the flag of a size."""
+    """Check and return the options; ConfigError, with the flag of a size, for values that no engine can satisfy."""
     from lockstep.executors.machine import machine_memory_bytes
 
     check_limits(options)
@@ -91,17 +91,17 @@ def checked(options: EngineOptions) -> EngineOptions:
 
 
 def template_kwargs(text: str | None) -> dict[str, Any]:
-    """The value of --chat-template-kwargs; UsageError where it is not a JSON object."""
+    """Value of --chat-template-kwargs; UsageError if it is not a JSON object."""
     return json_object("--chat-template-kwargs", text, '{"enable_thinking": false}')
 
 
 def extra_fields(text: str | None) -> dict[str, Any]:
-    """The value of --extra-body; UsageError where it is not a JSON object."""
+    """Value of --extra-body; UsageError if it is not a JSON object."""
     return json_object("--extra-body", text, '{"top_k": 1}')
 
 
 def json_object(flag: str, text: str | None, example: str) -> dict[str, Any]:
-    """The value of a flag that takes a JSON object, empty without one; UsageError shows the example."""
+    """Value of a flag that takes a JSON object; empty if the flag is not given. UsageError shows the example."""
     try:
         value = json.loads(text or "{}")
     except ValueError:
@@ -112,7 +112,7 @@ def json_object(flag: str, text: str | None, example: str) -> dict[str, Any]:
 
 
 def read_template(path: Path | None) -> str | None:
-    """The value of --chat-template; UsageError where it cannot be read."""
+    """Content of the file of --chat-template; UsageError if it cannot be read."""
     if path is None:
         return None
     try:

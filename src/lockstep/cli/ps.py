@@ -1,4 +1,4 @@
-"""`lockstep ps`: a running cluster in tables, and the draining of its hosts."""
+"""`lockstep ps`: tables of a running cluster, and draining of its hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, PlaceSnapshot
 
 EXIT_LEFT = 1
-"""A host that was drained still has replicas."""
+"""Exit code if a drained host still has replicas after the time limit."""
 DRAIN_LIMIT_S = 120.0
 POLL_S = 0.5
 
@@ -35,13 +35,13 @@ class PsFlags:
     base_url: flags.BaseUrl = flags.DEFAULT_URL
     api_key: flags.ApiKey = None
     drain: Annotated[str | None, Flag(metavar="HOST")] = None
-    """Move all replicas of a host to others and wait until it has none; exit code 1 if some are left. Each stays until
-    its successor is ready; exit code 2, and no change, if other hosts lack room. HOST is a name, or an address that no
-    other host has."""
+    """Move all replicas of a host to other hosts and wait until it has none; exit code 1 if some are left. A replica
+    stops when its successor is ready. If the other hosts lack room: no change, exit code 2. HOST is a name or a unique
+    address."""
     undrain: Annotated[str | None, Flag(metavar="HOST")] = None
-    """Let a host that was drained have replicas again."""
-    wait: Annotated[float | None, Flag(metavar="SECONDS"), Range(0, 86_400)] = None
-    """For --drain, instead of 120; 0: not at all."""
+    """Permit replicas on a drained host again."""
+    wait: Annotated[float | None, Flag(metavar="SECONDS", shown="120"), Range(0, 86_400)] = None
+    """Maximum seconds that --drain waits; 0: no waiting."""
     as_json: flags.Json = False
     debug: flags.Debug = False
 
@@ -57,13 +57,13 @@ def ps(given: PsFlags) -> None:
     if drain is not None and undrain is not None:
         raise UsageError("--drain and --undrain are both given; give one of them")
     if wait is not None and drain is None:
-        raise UsageError("--wait is given without --drain HOST, which alone waits for something")
+        raise UsageError("--wait requires --drain HOST")
     with RemoteServer(Target.parse(given.base_url, given.api_key)) as remote:
         if drain is not None:
             _drain(remote, drain, DRAIN_LIMIT_S if wait is None else wait, as_json)
         elif undrain is not None:
             host = remote.delete(_path_of(undrain))
-            print(json.dumps(host) if as_json else f"{host['name']} may have replicas again")
+            print(json.dumps(host) if as_json else f"{host['name']} is no longer drained")
         elif as_json:
             print(json.dumps(remote.get("/v1/cluster")))
         else:
@@ -78,7 +78,7 @@ def _path_of(host: str) -> str:
 
 
 def _drain(remote: RemoteServer, name: str, limit_s: float, as_json: bool) -> None:
-    """Drain a host and wait for its replicas to leave; ends the command with `EXIT_LEFT` where some did not in time."""
+    """Drain a host and wait until it has no replicas; exit with `EXIT_LEFT` if it still has some at the time limit."""
     from lockstep.cli.top_client import cluster_of
 
     name = remote.post(_path_of(name), {})["name"]
@@ -96,28 +96,28 @@ def _drain(remote: RemoteServer, name: str, limit_s: float, as_json: bool) -> No
 
 
 def _is_empty(snapshot: ClusterSnapshot, name: str) -> bool:
-    """True if a drained host has no replicas any more; never before the server has heard that it is drained."""
+    """True if the snapshot shows the host as drained or lost, and without replicas."""
     hosts = [host for host in snapshot.hosts if host.name == name]
     return all(host.is_drained or not host.is_there for host in hosts) and not any(host.num_replicas for host in hosts)
 
 
 def _drained(name: str, is_empty: bool, places: Sequence[PlaceSnapshot], limit_s: float) -> str:
-    """A sentence on the host, and one on each replica that is left there or, if none is, is not ready elsewhere."""
+    """A line about the host, and one about each of the replicas ``places``."""
     if is_empty:
-        said = f"{name} is drained: it has no replicas"
+        state = f"{name} is drained: it has no replicas"
     elif limit_s:
-        said = f"{name} is drained; replicas that are on it still after {limit_s:g} s: {len(places)}"
+        state = f"{name} is draining; replicas left on it after {limit_s:g} s: {len(places)}"
     else:
-        said = f"{name} is drained; replicas that are to leave it: {len(places)}; `lockstep ps` shows when they have"
-    return "\n".join([said, *map(_left, places)])
+        state = f"{name} is draining; replicas left on it: {len(places)}; `lockstep ps` shows the progress"
+    return "\n".join([state, *map(_replica_text, places)])
 
 
-def _left(place: PlaceSnapshot) -> str:
-    """Sentence on a replica that a drain waits for, or that is not ready elsewhere."""
-    is_kept = place.state == "ready" and not place.reason
+def _replica_text(place: PlaceSnapshot) -> str:
+    """A line about a replica on a draining host, or one that is not ready on its new host."""
+    is_serving = place.state == "ready" and not place.reason
     return (
-        f"{place.name} answers until its successor is ready"
-        if is_kept
+        f"{place.name} serves until its successor is ready"
+        if is_serving
         else place.sentence or f"{place.name} is {place.state}"
     )
 
@@ -126,14 +126,16 @@ def _left(place: PlaceSnapshot) -> str:
 
 
 def text_of(snapshot: ClusterSnapshot) -> str:
-    """The tables, then why something is not, then a line per budget, then the counters that are not zero. Bytes stand
-    with the first model of those that share them."""
-    from lockstep.cli.cluster_tables import HOSTS, MODELS_WITH_BYTES, REPLICAS, model_rows
-    from lockstep.cli.top_layout import grid
+    """The output of `lockstep ps`: tables, reasons for missing replicas and models, budgets, counters and warnings.
 
-    tables = [grid(MODELS_WITH_BYTES, model_rows(snapshot))]
+    Models that share a replica show its bytes once, in the row of the first. Counters of zero are left out.
+    """
+    from lockstep.cli.cluster_tables import HOSTS, MODELS_WITH_BYTES, REPLICAS, model_rows
+    from lockstep.cli.top_layout import table_lines
+
+    tables = [table_lines(MODELS_WITH_BYTES, model_rows(snapshot))]
     if snapshot.hosts or snapshot.places:
-        tables += [grid(HOSTS, snapshot.hosts), grid(REPLICAS, snapshot.places)]
+        tables += [table_lines(HOSTS, snapshot.hosts), table_lines(REPLICAS, snapshot.places)]
     counters = {name: value for name, value in msgspec.to_builtins(snapshot.counters).items() if value}
     counted = ", ".join(f"{name} {value}" for name, value in counters.items())
     return "\n".join(
@@ -143,7 +145,7 @@ def text_of(snapshot: ClusterSnapshot) -> str:
             *snapshot.reasons,
             *(_budget(budget) for budget in snapshot.budgets),
             f"sessions: {len(snapshot.sessions)} named, {snapshot.sessions_live} live",
-            f"counted: {counted or 'nothing yet'}",
+            f"counters: {counted or 'all zero'}",
             *(f"warning: {warning}" for warning in snapshot.warnings),
         ]
     )
@@ -156,5 +158,5 @@ def _budget(budget: BudgetSnapshot) -> str:
         return f"{memory_of(budget.name)}: {size(budget.used_bytes)} in use, {NO_LIMIT}"
     cut = ""
     if budget.declared_bytes is not None and budget.declared_bytes != budget.effective_bytes:
-        cut = f", cut from {size(budget.declared_bytes)} to what the machine has"
+        cut = f", reduced from {size(budget.declared_bytes)} to the machine's memory"
     return f"{budget.name}: {size(budget.used_bytes)} of {size(budget.effective_bytes)} in use{cut}"

@@ -1,6 +1,6 @@
-"""`lockstep replay`: a workload on the real scheduler and a logical clock, or a recording decided or computed again.
+"""`lockstep replay`: simulates a workload with the server's scheduler on a logical clock, or repeats a recording.
 
-Here are files, clocks and the terminal; what decides is in lockstep/replay, which has none of them.
+This module has the files, clocks and terminal output. The decisions are made in lockstep/replay, which uses none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as shared
-from lockstep.cli.flag_groups import SWITCH, Flag, refuse_others, with_flags
+from lockstep.cli.flag_groups import SWITCH, Flag, reject_other_options, with_flags
 from lockstep.cli.replay_options import open_with_notes, settings_of
 from lockstep.cli.writing import OutputFile, check_outputs, expanded, make_folder, write_file
 from lockstep.errors import UsageError
@@ -37,20 +37,23 @@ _OF_FLEETS = (
     "file", "input_file", "settings", "replicas", "routing", "max_imbalance", "output", "speed", "limit", "dequantize",
     "engine", "cost", "tick_ms", "as_json", "debug",
 )  # fmt: skip
+"""Parameters that apply to --replicas."""
 _FOR_FLEETS = ("routing", "max_imbalance")
+"""Parameters that apply only to --replicas."""
 _OF_RECORDINGS = ("verify", "execute", "model", "threads", "isa", "allow_gaps", "request", "as_json", "debug")
+"""Parameters that apply to --verify and --execute."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonFlags:
-    """A second run beside the first, and what both are judged by."""
+    """Flags for a second run that is compared with the first, and for latency goals."""
 
     set_b: Annotated[list[str] | None, Flag(metavar="FIELD=VALUE")] = None
-    """Run twice, the second time with this too, and compare."""
+    """Scheduler limit of a second run, which is compared with the first; overrides --set."""
     compare: Annotated[str | None, Flag(metavar="FILE")] = None
-    """Replay this too, and compare."""
+    """Second workload or trace, whose replay is compared with that of FILE."""
     slo: Annotated[str, Flag(metavar="GOALS")] = ""
-    """Count requests that meet goals in ms, e.g. ttft:500,tpot:50."""
+    """Latency goals in ms, e.g. ttft:500,tpot:50; the report counts the requests that meet them."""
 
     @property
     def has_b(self) -> bool:
@@ -59,17 +62,17 @@ class ComparisonFlags:
 
 @dataclass(frozen=True, slots=True)
 class OutputFlags:
-    """Files that are written, and what stands in them."""
+    """Flags for files to write, and for their content."""
 
     output: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
-    """Write the report there as JSON."""
-    ticks: Annotated[bool | None, Flag(shown="where there are at most 10,000 ticks")] = None
-    """Whether the JSON report has every tick and request."""
+    """File for the report as JSON."""
+    ticks: Annotated[bool | None, Flag(shown="yes, up to 10,000 ticks")] = None
+    """Include every tick and request in the JSON report."""
     html: shared.Html = None
     trace: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
-    """Record the run there as a server records its own, for --verify and diff."""
+    """File for a recording of the run in the format of a server's, for --verify and diff."""
     perfetto: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
-    """Write every step and request there, for ui.perfetto.dev."""
+    """File for a timeline of all steps and requests, for ui.perfetto.dev."""
 
     @property
     def files(self) -> Files:
@@ -78,40 +81,40 @@ class OutputFlags:
 
 @dataclass(frozen=True, slots=True)
 class RecordingFlags:
-    """A recording that is decided or computed again, in the place of a replay."""
+    """Flags that repeat the decisions or computations of a recording instead of a simulation."""
 
     verify: Annotated[Path | None, Flag(metavar="TRACE")] = None
-    """Decide every step, turn, plan and route of a recording again: identical, or where it differs."""
+    """Recording whose steps, turns, plans and routes are decided again; reports the first difference, if any."""
     execute: Annotated[Path | None, Flag(metavar="TRACE")] = None
-    """Compute every token of a recording with content again, with --model."""
+    """Recording with content whose tokens are all computed again, with --model."""
     model: Annotated[str | None, Flag(metavar="SOURCE")] = None
-    """The model of --execute."""
+    """Model for --execute."""
     threads: Annotated[int | None, Flag(metavar="N"), Range(1)] = None
     """Threads of --execute; None: one for each core."""
     isa: Annotated[str | None, Flag(is_hidden=True)] = None
-    """Instruction set of --execute; None: the fastest one here."""
+    """Instruction set of --execute; None: the fastest one of this machine."""
     allow_gaps: Annotated[bool, SWITCH] = False
-    """With --verify: missing or cut files are reported and do not fail it."""
+    """With --verify: report missing or truncated files without failing."""
     request: Annotated[str | None, Flag(metavar="ID")] = None
-    """Show one request of a recording, by its x-request-id: its steps, waits and tokens."""
+    """With --verify or --execute: show the steps, waits and tokens of the request with this x-request-id."""
     serve: Annotated[Path | None, Flag(metavar="RECORDING")] = None
-    """Answer its requests again, as a server without a model; see `lockstep replay --serve --help`."""
+    """Serve the answers of this recording without a model; see `lockstep replay --serve --help`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetFlags:
-    """Several replicas, and who of them gets a request."""
+    """Flags for a replay on several replicas behind a load balancer."""
 
     replicas: Annotated[int | None, Flag(metavar="N"), Range(1)] = None
-    """Replay on as many schedulers behind one balancer, and compare --routing policies."""
+    """Number of replicas behind one load balancer, for a comparison of --routing policies."""
     routing: Annotated[str, Flag(metavar="POLICIES")] = "prefix,round_robin"
-    """With --replicas: prefix, session, least_loaded, round_robin; several by commas."""
+    """With --replicas: policies to compare, separated by commas: prefix, session, least_loaded, round_robin."""
     max_imbalance: Annotated[int, Flag(metavar="N"), Range(0)] = 4
-    """With --replicas: how many more requests than the least loaded a preferred replica may have."""
+    """With --replicas: maximum number of requests that a preferred replica may have above the least loaded one."""
 
 
 class Files(NamedTuple):
-    """Files that a run is written to while it goes on."""
+    """Files that are written during a run."""
 
     trace: Path | None = None
     perfetto: Path | None = None
@@ -120,19 +123,19 @@ class Files(NamedTuple):
         """Files of the second run of a comparison: ``steps-b.json`` beside ``steps.json``."""
         return Files(*(path and path.with_stem(f"{path.stem}-b") for path in self))
 
-    def places(self) -> tuple[OutputFile, ...]:
+    def named(self) -> tuple[OutputFile, ...]:
         """Files with their names."""
         return (self.trace, "the recording"), (self.perfetto, "the trace")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of both runs of a comparison."""
+    """Settings that both runs of a comparison have."""
 
     priced: Priced | None
     goals_ms: Mapping[str, float]
     has_ticks: bool | None
-    """Whether the report is to hold every tick; None: where they are not too many."""
+    """True if the report includes every tick; None: only up to a maximum number of ticks."""
     has_page: bool
 
 
@@ -140,10 +143,12 @@ class Settings:
 class ReplayFlags:
     """Flags of `lockstep replay`."""
 
-    file: Annotated[
-        str | None, typer.Argument(metavar="FILE", help="A workload or a trace; what format it has is seen by itself.")
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help="Workload or trace; its format is detected.")] = (
+        None
+    )
+    input_file: Annotated[
+        str | None, typer.Option("--input", metavar="FILE", help="Workload or trace, instead of FILE.")
     ] = None
-    input_file: Annotated[str | None, typer.Option("--input", metavar="FILE", help="The same as FILE.")] = None
     settings: shared.Set = None
     comparison: ComparisonFlags = field(default_factory=ComparisonFlags)
     outputs: OutputFlags = field(default_factory=OutputFlags)
@@ -155,36 +160,30 @@ class ReplayFlags:
     debug: flags.Debug = False
 
     def check(self) -> None:
-        """UsageError for a flag that a replay of one workload has no use for."""
+        """Check the flags; UsageError for one that does not apply to a replay of one workload."""
         if self.recorded.model is not None:
-            raise UsageError("--model is what --execute TRACE computes with; a replay computes no token and needs none")
+            raise UsageError("--model requires --execute TRACE; other replays compute no tokens")
         if self.recorded.request is not None:
-            raise UsageError(
-                "--request shows one request of a recording, which --verify TRACE or --execute TRACE names"
-            )
+            raise UsageError("--request requires --verify TRACE or --execute TRACE")
         if self.recorded.allow_gaps:
-            raise UsageError(
-                "--allow-gaps is for --verify TRACE; a replay of a recording reports what is missing and goes on"
-            )
+            raise UsageError("--allow-gaps requires --verify TRACE; other replays warn about gaps and continue")
         if self.outputs.ticks and self.outputs.output is None and not self.as_json:
-            raise UsageError("--ticks makes the JSON report longer; say where it goes with --output FILE, or --json")
+            raise UsageError("--ticks requires --output FILE or --json, because it extends the JSON report")
 
 
 @with_flags
 def replay(context: typer.Context, given: ReplayFlags) -> int:
-    """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
+    """Replay a workload with the server's scheduler, on a logical clock: same input, same bytes."""
     recorded, fleet, outputs, comparison = given.recorded, given.fleet, given.outputs, given.comparison
     if recorded.verify is not None or recorded.execute is not None:
-        way = "--verify" if recorded.execute is None else "--execute"
-        refuse_others(
-            context, _OF_RECORDINGS, f"does not apply to {way}, which takes a recording as it is; leave it out"
-        )
+        flag = "--verify" if recorded.execute is None else "--execute"
+        reject_other_options(context, _OF_RECORDINGS, f"does not apply to {flag}; remove it")
         return replay_trace(recorded, given.as_json)
     if fleet.replicas is not None:
-        refuse_others(context, _OF_FLEETS, "does not apply to --replicas, which compares policies; leave it out")
+        reject_other_options(context, _OF_FLEETS, "does not apply to --replicas; remove it")
         return replay_fleet(given)
     for_one = [each.name for each in context.command.params if each.name and each.name not in _FOR_FLEETS]
-    refuse_others(context, for_one, "is for several replicas; say how many with --replicas N, or leave it out")
+    reject_other_options(context, for_one, "requires --replicas N")
     from lockstep.replay.metrics import parse_goals
     from lockstep.replay.report import GOALS
 
@@ -192,8 +191,8 @@ def replay(context: typer.Context, given: ReplayFlags) -> int:
     given.check()
     path = one_file(given.file, given.input_file)
     files, has_b = outputs.files, comparison.has_b
-    places = ((output, "the report"), (html, "the page"), *files.places(), *(files.of_b().places() if has_b else ()))
-    check_outputs(places, (path, comparison.compare, given.costs.cost))
+    written = ((output, "the report"), (html, "the page"), *files.named(), *(files.of_b().named() if has_b else ()))
+    check_outputs(written, (path, comparison.compare, given.costs.cost))
     has_ticks = False if output is None and not given.as_json else outputs.ticks
     common = Settings(given.costs.priced(), parse_goals(comparison.slo, "--slo", GOALS), has_ticks, html is not None)
     overrides = settings_of(given.settings)
@@ -212,7 +211,7 @@ def replay(context: typer.Context, given: ReplayFlags) -> int:
 
 
 def replay_fleet(given: ReplayFlags) -> int:
-    """The same requests on several replicas under each policy."""
+    """Replay the same requests on several replicas with each routing policy; returns the exit code."""
     from lockstep.replay.configs import config_for
     from lockstep.replay.fleet import policies_of, run_fleets, to_json
     from lockstep.replay.render.tables import fleet_document
@@ -220,7 +219,7 @@ def replay_fleet(given: ReplayFlags) -> int:
 
     fleet, output, costs = given.fleet, given.outputs.output, given.costs
     workload = given.reading.read(one_file(given.file, given.input_file))
-    assert fleet.replicas is not None, "there is no fleet without"
+    assert fleet.replicas is not None, "a fleet has replicas"
     check_outputs(((output, "the report"),), (costs.cost,))
     policies, config = policies_of(fleet.routing), config_for(workload, settings_of(given.settings))
     start_s = time.perf_counter()
@@ -231,14 +230,14 @@ def replay_fleet(given: ReplayFlags) -> int:
     print(to_json(reports).decode(), end="") if given.as_json else show(fleet_document(reports))
     all_refused = [each for each in reports if each.requests_refused == each.requests]
     for each in all_refused:
-        print(f"nothing was served with {each.routing}: all {each.requests:,} requests were refused", file=sys.stderr)
+        print(f"{each.routing}: all {each.requests:,} requests were refused", file=sys.stderr)
     return EXIT_ALL_REFUSED if all_refused else 0
 
 
 def one_file(file: str | None, input_file: str | None) -> str:
-    """FILE or --input; UsageError where it is not exactly one of them."""
+    """FILE or --input; UsageError if both or neither are given."""
     if (file is None) == (input_file is None):
-        raise UsageError("name one file: `lockstep replay FILE`, or --input FILE")
+        raise UsageError("give exactly one file: `lockstep replay FILE`, or --input FILE")
     return file if file is not None else str(input_file)
 
 
@@ -262,7 +261,7 @@ def _simulate(
     side = Side() if settings.has_page else None
     with ExitStack() as stack:
         writer = recording = None
-        for path, what in files.places():
+        for path, what in files.named():
             if path is not None:
                 make_folder(path, what)
         if files.perfetto is not None:
@@ -277,15 +276,15 @@ def _simulate(
         _print_speed(len(replay.outcomes), time.perf_counter() - start_s)
         if writer is not None:
             writer.add_requests(replay.outcomes)
-    for path, what in files.places():
+    for path, what in files.named():
         if path is not None:
             print(f"{what.removeprefix('the ')} written to {path}", file=sys.stderr)
     notes = [order_note(workload, overrides), "" if extrapolation is None else extrapolation.note()]
     if settings.has_ticks is None and replay.num_ticks > DEFAULT_MAX_TICKS:
         recorder = None
-        notes.append(f"ticks are left out of the JSON, since there are {replay.num_ticks:,}; --ticks puts them in")
+        notes.append(f"the JSON report has no ticks, because there are {replay.num_ticks:,}; --ticks includes them")
     if all(each.refusal for each in replay.outcomes):
-        print(f"{workload.name}: nothing was served: {refusals_in_words(replay)}", file=sys.stderr)
+        print(f"{workload.name}: all requests were refused: {refusals_in_words(replay)}", file=sys.stderr)
     report = report_of(replay, settings.goals_ms, recorder, tuple(filter(None, notes)))
     if side is not None:
         side.end(report, replay.outcomes)
@@ -328,18 +327,18 @@ VERSION = 3
 
 
 def replay_trace(given: RecordingFlags, as_json: bool) -> int:
-    """Decide or compute a recording again; exit code 0: everything is there and identical, 1: something is not."""
+    """Repeat the decisions or computations of a recording; exit code 0 if it is complete and identical, otherwise 1."""
     if given.verify is not None and given.execute is not None:
-        raise UsageError("--verify decides a recording again and --execute computes it again; give one of them")
+        raise UsageError("--verify and --execute are both given; give one of them")
     if given.execute is not None:
         if given.allow_gaps:
-            raise UsageError("--execute follows every step and cannot pass over gaps; leave --allow-gaps out")
+            raise UsageError("--allow-gaps does not apply to --execute, which needs every step; remove it")
         return execute_trace(given.execute.expanduser(), given, as_json)
     assert given.verify is not None, "one of the two is given"
     if given.model is not None:
-        raise UsageError("--verify needs no model: it decides, and computes nothing; leave --model out")
+        raise UsageError("--model does not apply to --verify, which computes no tokens; remove it")
     if given.threads is not None or given.isa is not None:
-        raise UsageError("--threads and --isa are for --execute: --verify computes nothing")
+        raise UsageError("--threads and --isa do not apply to --verify, which computes no tokens; remove them")
     return verify_trace(given.verify.expanduser(), as_json, allows_gaps=given.allow_gaps, request=given.request)
 
 
@@ -357,10 +356,10 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
         if timeline is not None and not each.key:
             lines += timeline.describe()
             facts["request"] = timeline.facts()
-    is_in_order, may_be_meant = (all(each.is_in_order(allows) for each in verdicts) for allows in (allows_gaps, True))
+    is_in_order, has_only_gaps = (all(each.is_in_order(allows) for each in verdicts) for allows in (allows_gaps, True))
     print(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
-    if not is_in_order and may_be_meant:
-        print("files that were deleted on purpose are accepted with --allow-gaps", file=sys.stderr)
+    if not is_in_order and has_only_gaps:
+        print("if files were deleted on purpose, --allow-gaps accepts the gaps", file=sys.stderr)
     return 0 if is_in_order else 1
 
 
@@ -368,7 +367,7 @@ def execute_trace(path: Path, given: RecordingFlags, as_json: bool) -> int:
     from lockstep.replay import execute as computing
 
     if given.model is None:
-        raise UsageError("--execute computes with a model; name it with --model SOURCE")
+        raise UsageError("--execute requires --model SOURCE")
     engines = []
     machine = computing.MachineOptions(given.threads, given.isa)
     for execution in computing.execute(open_with_notes(path), given.model, request=given.request, machine=machine):

@@ -1,4 +1,4 @@
-"""Options that the verbs of replays share, and their values: workloads, recordings, scheduler configs, prices."""
+"""Options that the verbs of replays share: workloads, recordings, scheduler configs, costs of steps."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="FIELD=VALUE", help="A limit of the scheduler; several by commas, or one --set each."
+        "--set", metavar="FIELD=VALUE", help="Scheduler limit; may be repeated, or contain several with commas."
     ),
 ]
 Html = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", callback=expanded, help="Write a page with charts there: one HTML file."),
+    typer.Option(metavar="FILE", callback=expanded, help="File for a report with charts, as a single HTML page."),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFlags:
-    """Changes to a file's requests."""
+    """Flags that select and change the requests of a file."""
 
     speed: Annotated[float, Flag(metavar="X")] = 1.0
-    """Divides the gaps between arrivals."""
+    """Speed-up of arrivals: the gaps between them are divided by this number."""
     limit: Annotated[int | None, Flag(metavar="N"), Range(1)] = None
-    """The first requests only."""
+    """Maximum number of requests; later ones are ignored."""
     dequantize: Annotated[int | None, Flag(metavar="SEED")] = None
-    """Spread requests that share a stamp up to the next stamp, drawn by this seed."""
+    """Seed that spreads requests with the same timestamp randomly up to the next timestamp; None: no spreading."""
     engine: Annotated[int | None, Flag(metavar="N"), Range(0)] = None
-    """Whose requests, where a recording has several engines."""
+    """Engine whose requests are read, if a recording has several."""
 
     def options(self) -> ReadOptions:
-        """As readers take them; UsageError where a value cannot be."""
+        """Options of the readers; UsageError if a value is invalid."""
         from lockstep.replay.readers import ReadOptions
 
         return ReadOptions(speed=self.speed, limit=self.limit, dequantize_seed=self.dequantize, engine=self.engine)
 
     def read(self, path: str | Path) -> Workload:
-        """The requests of a file; missing parts are reported on standard error."""
+        """Read the requests of a file; prints warnings about missing parts to standard error."""
         from lockstep.replay.readers import read_workload
 
         workload = read_workload(path, self.options())
@@ -67,15 +67,15 @@ class ReadFlags:
 
 @dataclass(frozen=True, slots=True)
 class CostFlags:
-    """Prices of a step."""
+    """Flags for the durations of steps."""
 
     cost: Annotated[Path | None, Flag(metavar="FILE")] = None
-    """Durations of steps, as `lockstep calibrate` measured them."""
+    """Cost model of step durations, written by `lockstep calibrate`."""
     tick_ms: Annotated[float | None, Flag(metavar="MS", shown="10, without --cost")] = None
-    """Every step takes as long."""
+    """Constant duration of a step in milliseconds."""
 
     def priced(self) -> Priced | None:
-        """None: neither flag was given. UsageError where both were, or they cannot be."""
+        """Cost model with its valid ranges; None if no flag is given. UsageError if both are, or one is invalid."""
         from lockstep.replay.cost_file import Priced, constant_cost, read_priced
 
         if self.cost is not None and self.tick_ms is not None:
@@ -85,7 +85,7 @@ class CostFlags:
         return None if self.tick_ms is None else Priced(constant_cost(self.tick_ms), {})
 
     def model(self) -> CostModel | None:
-        """The prices alone."""
+        """Cost model without its valid ranges; None if no flag is given."""
         priced = self.priced()
         return None if priced is None else priced.model
 
@@ -95,18 +95,18 @@ COST_DEFAULTS = CostFlags()
 
 
 def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
-    """Parse ``--set a=1,b=2 --set c=3``: field to value as text."""
+    """Values of ``--set a=1,b=2 --set c=3`` as texts, by field."""
     from lockstep.replay.configs import parse_overrides
 
     return parse_overrides([part for setting in settings or () for part in setting.replace(",", " ").split()])
 
 
 def file_settings(path: Path) -> dict[str, str]:
-    """The fields that a config file sets. An empty one sets none.
+    """Values of a config file as texts, by field; empty for an empty file.
 
     Raises:
-        UsageError: it cannot be read.
-        InvalidTextError: a key is no field; the message has the line and the nearest names.
+        UsageError: the file cannot be read.
+        InvalidTextError: a key is not a field; the message has the line and similar names.
     """
     from lockstep.core.policy import SchedulerConfig
 
@@ -117,7 +117,7 @@ def file_settings(path: Path) -> dict[str, str]:
 
 
 def config_of(workload: Workload, overrides: dict[str, str], source: str) -> SchedulerConfig:
-    """The config of a replay; an error names its side."""
+    """Config of a replay; UsageError, with the ``source`` of the values, if they are invalid."""
     from lockstep.replay.configs import config_for
 
     try:
@@ -127,10 +127,10 @@ def config_of(workload: Workload, overrides: dict[str, str], source: str) -> Sch
 
 
 def warn_of_order(*sides: tuple[Workload, Mapping[str, str]]) -> None:
-    """Say on standard error in which order requests with priorities are admitted, where that is not plain.
+    """Warn on standard error if the admission order of requests with priorities is not explicit.
 
     Args:
-        sides: workloads and what is set over their configs.
+        sides: workloads, each with the values that override its config.
     """
     from lockstep.replay.configs import order_note
 
@@ -138,7 +138,7 @@ def warn_of_order(*sides: tuple[Workload, Mapping[str, str]]) -> None:
 
 
 def open_with_notes(path: Path) -> Recording:
-    """The recording; warnings about its files go to standard error."""
+    """Open a recording; prints warnings about its files to standard error."""
     from lockstep.replay.trace import open_trace
 
     trace = open_trace(path)

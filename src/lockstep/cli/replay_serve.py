@@ -1,4 +1,4 @@
-"""`lockstep replay --serve RECORDING`: a server without a model, which answers recorded requests again."""
+"""`lockstep replay --serve RECORDING`: a server without a model that returns recorded answers."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
     from lockstep.replay.answers import RecordedAnswers, RecordedName
 
 EVERYTHING = EngineOptions(order="priority")
-"""Priorities of requests are taken as the recorded server took them; nothing waits for anything here."""
+"""Engine options that accept priorities of requests, as the recorded server may have done. They have no effect, because
+requests do not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFlags:
-    """Answers: their times, and the requests that get them."""
+    """Flags for the times of answers, and for the requests that get them."""
 
     speed: Annotated[float, Flag(metavar="X"), Range(0)] = 1.0
-    """Divides recorded times; 0: nothing is waited for."""
+    """Speed-up of answers: recorded times are divided by this number; 0: no waiting."""
     strict: Annotated[bool, SWITCH] = False
-    """Answer recorded requests only, with their prompt, parameters and seed."""
+    """Answer only requests whose prompt, parameters and seed are recorded."""
     manifest: Annotated[Path | None, Flag(metavar="FILE")] = None
-    """The manifest that was served: its names, personas and routing."""
+    """Manifest of the recorded server, for its names, personas and routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class ReplayServeFlags:
     """Flags of `lockstep replay --serve`."""
 
     recording: Annotated[
-        str, typer.Argument(metavar="RECORDING", help="A directory of `lockstep serve --trace-content`, or one file.")
+        str, typer.Argument(metavar="RECORDING", help="Directory or file of `lockstep serve --trace-content`.")
     ]
     answers: AnswerFlags = field(default_factory=AnswerFlags)
     listen: ListenFlags = field(default_factory=ListenFlags)
@@ -62,11 +63,11 @@ class ReplayServeFlags:
 
 @with_flags
 def replay_serve(given: ReplayServeFlags) -> None:
-    """Answer recorded requests again, token by token with their recorded times: a server without a model."""
+    """Serve recorded answers without a model, token by token at their recorded times."""
     recording, answers, model_flags, report = given.recording, given.answers, given.model_flags, given.report
     options = server_options(given.listen, model_flags, EVERYTHING, given.limits, report)
     if answers.manifest is not None and model_flags.served_model_name:
-        raise UsageError("--served-model-name applies to one model; in a manifest each model has its own name")
+        raise UsageError("--served-model-name does not apply to --manifest, which names its models; remove it")
     from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.recorded import RecordedBackend
     from lockstep.cluster.state import ClusterOptions
@@ -80,13 +81,13 @@ def replay_serve(given: ReplayServeFlags) -> None:
     aliases = _rename(found, model_flags.served_model_name or [])
     print_notes(_notes(found))
     if not found.by_name:
-        raise UsageError(f"{recording}: no request in it has come to its end, so there is nothing to answer with")
+        raise UsageError(f"{recording} has no complete answer; record at least one request to its end")
     texts = _texts(found, trace.files[0].parent, flags.read_template(model_flags.chat_template))
     backend = RecordedBackend(*_models(found, partial(_model, texts=texts, answers=answers)))
     manifest = _manifest(found, aliases) if answers.manifest is None else read_manifest(answers.manifest)
     cluster = Cluster(_without_budgets(manifest), ClusterOptions(backend, environment=os.environ, is_fixed=True))
     log_to_stderr(report.log_format, report.log_level, "server")
-    progress = ServingProgress.for_this(report.log_format)
+    progress = ServingProgress.of_process(report.log_format)
     with progress.running():
         run_server(cluster, options, progress.announce)
 
@@ -94,9 +95,9 @@ def replay_serve(given: ReplayServeFlags) -> None:
 def _notes(found: RecordedAnswers) -> Iterable[str]:
     yield from found.notes
     if found.num_unended:
-        yield f"{found.num_unended:,} requests have no end in the recording, and are not answered"
+        yield f"{found.num_unended:,} requests have no complete answer in the recording and are left out"
     if found.num_others:
-        yield f"{found.num_others:,} requests for embeddings are not answered: a recording has no vectors"
+        yield f"{found.num_others:,} requests for embeddings are left out, because a recording has no vectors"
     for each in found.by_name.values():
         yield f"{each.name}: {each.index.num_answers:,} answers to {each.index.num_prompts:,} prompts"
 
@@ -105,7 +106,7 @@ Make = Callable[[str, "RecordedName"], "RecordedModel"]
 
 
 def _models(found: RecordedAnswers, make: Make) -> tuple[Mapping[str, RecordedModel], Callable[[str], RecordedModel]]:
-    """Models by recorded name; one without recorded requests gets the text side of the first."""
+    """Models by recorded name, and a function for other names, whose models use the tokenizer of the first."""
     from lockstep.cluster.recorded_index import RecordedIndex
 
     first = next(iter(found.by_name.values()))
@@ -114,7 +115,7 @@ def _models(found: RecordedAnswers, make: Make) -> tuple[Mapping[str, RecordedMo
 
 
 def _texts(found: RecordedAnswers, folder: Path, template: str | None) -> Mapping[str, Tokenizer]:
-    """Tokenizers of the recorded engines by the names of their texts; names of one model share one."""
+    """Tokenizers of the recorded engines, by the name of the text file; names of the same model share a tokenizer."""
     from lockstep.engine.tokenizer import Tokenizer
     from lockstep.worker.flight.content import read_text
 
@@ -135,13 +136,13 @@ def _model(name: str, recorded: RecordedName, texts: Mapping[str, Tokenizer], an
 
 
 def _rename(found: RecordedAnswers, names: Sequence[str]) -> tuple[str, ...]:
-    """Call the one recorded model otherwise; returns its aliases, the recorded name among them."""
+    """Rename the only recorded model to the first name; returns its aliases: the other names and the recorded one."""
     if not names or not found.by_name:
         return ()
     if len(found.by_name) > 1:
         raise UsageError(
-            f"--served-model-name applies to one model, and {', '.join(found.by_name)} were recorded; leave it out, "
-            "or give the --manifest that was served"
+            f"--served-model-name applies to a single model, but {', '.join(found.by_name)} were recorded; remove it, "
+            "or give --manifest with the manifest of the recorded server"
         )
     ((recorded, model),) = found.by_name.items()
     model.name = names[0]
@@ -150,7 +151,7 @@ def _rename(found: RecordedAnswers, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _manifest(found: RecordedAnswers, aliases: tuple[str, ...]) -> Manifest:
-    """A manifest of the recorded names, in the order of their first requests."""
+    """Manifest with the recorded names, in the order of their first requests."""
     from lockstep.cluster.manifest import Manifest, ModelEntry
 
     first, *others = found.by_name
@@ -159,7 +160,8 @@ def _manifest(found: RecordedAnswers, aliases: tuple[str, ...]) -> Manifest:
 
 
 def _without_budgets(manifest: Manifest) -> Manifest:
-    """The same names, rules and personas, without what only computing needs."""
+    """The manifest without budgets and hosts, which a server without models does not need."""
+
     from lockstep.cluster.manifest import Resources
 
     return replace(manifest, resources=Resources(), hosts=None)

@@ -1,4 +1,4 @@
-"""`lockstep run`: one answer, or a chat in the terminal, from a model in this process."""
+"""`lockstep run`: one answer or a chat in the terminal, with a model in this process."""
 
 from __future__ import annotations
 
@@ -38,32 +38,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlags:
-    """Parameters of the answer, as `SamplingParams` has them."""
+    """Flags for fields of `SamplingParams`; None: the model's default."""
 
     max_tokens: int | None = None
-    """At most so many new tokens."""
+    """Maximum number of new tokens."""
     min_tokens: int = 0
-    """No end before so many new tokens."""
+    """Minimum number of new tokens."""
     temperature: float | None = None
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int | None = None
-    """Keep the k most likely tokens; 0: all."""
+    """Sample from the k most likely tokens; 0: all."""
     top_p: float | None = None
-    """Keep the most likely tokens up to this mass."""
+    """Sample from the most likely tokens whose total probability is this value."""
     min_p: float | None = None
-    """Drop tokens below this part of the likeliest."""
+    """Drop tokens whose probability is below this share of the most likely token's."""
     repetition_penalty: float | None = None
+    """Penalty on tokens of prompt and answer; above 1 makes them less likely, 1 is off."""
     presence_penalty: float = 0.0
+    """Number subtracted from the logit of each token of the answer, -2 to 2."""
     frequency_penalty: float = 0.0
+    """Number subtracted once per occurrence of a token in the answer, -2 to 2."""
     seed: int | None = None
-    """Same seed, same answer."""
+    """Seed of the sampling; equal seeds give equal answers."""
     stop: list[str] | None = None
-    """End before this text; may be repeated."""
+    """Text before which the answer ends; may be repeated."""
     ignore_eos: Annotated[bool, SWITCH] = False
-    """Go on past the model's end token."""
+    """Continue after the model's end-of-sequence token."""
 
     def params(self, constraint: Constraint | None) -> SamplingParams:
-        """The parameters; InvalidParameterError for what is wrong whatever the model is."""
+        """Sampling parameters; InvalidParameterError for values that are invalid for every model."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         params = SamplingParams(**{**given, "stop": tuple(self.stop or ()), "constraint": constraint})
         params.validate(ANY_VOCABULARY)
@@ -72,22 +75,22 @@ class SamplingFlags:
 
 @dataclass(frozen=True, slots=True)
 class ConstraintFlags:
-    """Constraints of the answer; at most one of them is given."""
+    """Flags for a constraint of the answer. At most one may be given."""
 
     json_schema: Annotated[str | None, Flag(metavar="FILE|JSON")] = None
-    """The answer is a JSON document that this schema accepts."""
+    """JSON schema of the answer, as a file or as JSON."""
     regex: str | None = None
-    """The whole answer matches this pattern."""
+    """Pattern that the whole answer matches."""
     choice: list[str] | None = None
-    """The answer is one of these texts; repeat the flag."""
+    """Permitted answer; repeat the flag for several."""
     grammar: Annotated[Path | None, Flag(metavar="FILE")] = None
-    """The answer is a word of this Lark grammar."""
+    """File with a Lark grammar that the answer matches."""
 
     def constraint(self) -> Constraint | None:
-        """The one constraint that the flags mean, or none.
+        """Constraint of the given flag; None if no flag is given.
 
         Raises:
-            UsageError: there are several, or a file cannot be read.
+            UsageError: several flags are given, or a file cannot be read.
         """
         flags = {
             "--json-schema": self.json_schema,
@@ -97,7 +100,7 @@ class ConstraintFlags:
         }
         given = [name for name, value in flags.items() if value is not None]
         if len(given) > 1:
-            raise UsageError(f"{' and '.join(given)} exclude each other; give one of them")
+            raise UsageError(f"{' and '.join(given)} are given; give only one of them")
         if self.json_schema is not None:
             is_json = self.json_schema.lstrip().startswith("{")
             schema = self.json_schema if is_json else _read("--json-schema", Path(self.json_schema))
@@ -117,9 +120,9 @@ class RunFlags:
     prompt: flags.Prompt = None
     system: flags.System = None
     raw: Annotated[bool, SWITCH] = False
-    """Complete the prompt as it is, without the chat template."""
+    """Complete the prompt without the chat template."""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
-    must_be: ConstraintFlags = field(default_factory=ConstraintFlags)
+    constraint: ConstraintFlags = field(default_factory=ConstraintFlags)
     local: flags.LocalModelFlags = field(default_factory=flags.LocalModelFlags)
     as_json: flags.Json = False
     verbose: flags.Verbose = False
@@ -128,14 +131,14 @@ class RunFlags:
 
 @with_flags
 def run(given: RunFlags) -> None:
-    """Answer a prompt, or chat when there is none."""
-    params = given.sampling.params(given.must_be.constraint())  # a fault is reported before the model is loaded
+    """Answer a prompt, or chat if no prompt is given."""
+    params = given.sampling.params(given.constraint.constraint())  # a fault is reported before the model is loaded
     local = given.local
     answering = partial(LocalAnswerer, local.template_variables(), local.reasoning, given.raw, local.chat_template)
     conversing = partial(Conversation, params=params, system=system_of(given.system), is_verbose=given.verbose)
     load = local.load_options(max_num_seqs=1)
     if given.prompt is None and given.as_json:
-        raise UsageError("--json needs a prompt: add -p TEXT (or -p - for standard input)")
+        raise UsageError("--json requires a prompt: add -p TEXT, or -p - for standard input")
     with _load(given.model, load) as llm:
         answerer = answering(llm)
         conversation = conversing(answerer)
@@ -151,7 +154,7 @@ def _read(flag: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag}: {path} cannot be read: {error}; give a text file") from None
+        raise UsageError(f"{flag}: {path} cannot be read: {error}; it must be a text file in UTF-8") from None
 
 
 def _load(model: str, options: LoadOptions) -> LLM:
@@ -162,7 +165,7 @@ def _load(model: str, options: LoadOptions) -> LLM:
 
 
 class LocalAnswerer:
-    """A model in this process."""
+    """Answers of a model in this process."""
 
     def __init__(
         self, template_kwargs: Mapping[str, Any], reasoning: str, raw: bool, template: Path | None, llm: LLM
@@ -170,7 +173,7 @@ class LocalAnswerer:
         self.model = llm.model.name
         self.has_roles = llm.model.tokenizer.has_chat_template and not raw
         self.output: RequestOutput | None = None
-        """The last whole answer."""
+        """Output of the last complete answer; None before it."""
         self._llm = llm
         self._template_kwargs = template_kwargs
         self._reasoning = reasoning
@@ -178,21 +181,21 @@ class LocalAnswerer:
 
     @property
     def defaults(self) -> Mapping[str, object]:
-        """Sampling parameters of the artifact, and neutral ones where it has none."""
+        """Default sampling parameters of the artifact; neutral values for those that it does not set."""
         known: dict[str, object] = to_builtins(SamplingParams().resolve(self._llm.model.sampling_defaults))
         return known
 
     def facts(self) -> Mapping[str, str]:
-        """Source, context and chat template of the model."""
+        """Source, context length and chat template of the model."""
         model = self._llm.model
-        template = "none; each message is completed on its own"
+        template = "none; each message is completed alone"
         if self.has_roles:
             template = "the model's own" if self._template is None else str(self._template)
         context = f"{self._llm.engine.config.max_model_len} tokens"
         return {"source": model.source, "context": context, "chat template": template}
 
-    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
-        """Stream the answer; leaving it aborts the request."""
+    def generate(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
+        """Stream the answer. Closing the generator aborts the request."""
         from lockstep.engine.request import Conversation as ChatPrompt
         from lockstep.engine.request import GenerationRequest
 
@@ -216,11 +219,11 @@ def _fill_in(answer: ChatAnswer, output: RequestOutput) -> None:
 
 
 def _as_json(llm: LLM, answerer: LocalAnswerer, conversation: Conversation, prompt: str) -> dict[str, Any]:
-    """Answer a prompt, and all that is known of the answer."""
+    """Answer a prompt; returns the answer with its token counts, times and fingerprint."""
     answer = ChatAnswer()
-    conversation.ask(prompt_of(prompt), None, answer)
+    conversation.generate(prompt_of(prompt), None, answer)
     output = answerer.output
-    assert output is not None, "an answer that was not interrupted has come whole"
+    assert output is not None, "an answer without an interrupt is complete"
     completion = output.completions[0]
     num_prompt, num_new = len(output.prompt_token_ids), output.num_output_tokens
     return {

@@ -1,4 +1,4 @@
-"""`lockstep run-batch IN OUT MODEL`: a file of requests, answered by a model of this machine without a server."""
+"""`lockstep run-batch IN OUT MODEL`: answers a file of requests with a model in this process, without a server."""
 
 from __future__ import annotations
 
@@ -32,55 +32,55 @@ if TYPE_CHECKING:
     from lockstep.server.options import ServerOptions
 
 EXIT_FAILED = 1
-"""Some requests were refused or failed; each has its line."""
+"""Exit code if some requests were rejected or failed; the output has a line for each."""
 MAX_REQUESTS = 1_000_000
-"""Of one file: what is known of each takes some 200 bytes."""
+"""Maximum number of requests of a file, each of which takes some 200 bytes of memory."""
 MAX_SHOWN_FAULTS = 20
 NUM_AT_ONCE = 64
 REPORT_S = 10.0
-"""Seconds between two reports of progress where standard error is not a terminal."""
+"""Seconds between two reports of progress if standard error is not a terminal."""
 PIPE = "-"
 _PART = ".part"
 _READABLE = 0o666
-"""Mode of the output, less the user's umask."""
+"""File mode of the output, before the user's umask."""
 _TEMPORARY = "lockstep-owned-run-batch-"
-"""Beginning of the names of temporary folders."""
+"""Prefix of the names of temporary folders."""
 OUTPUT = "the output"
 NAME = "run-batch"
-"""Begins the ids of requests."""
+"""Prefix of the ids of requests."""
 
 InputArgument = Annotated[
-    str | None, typer.Argument(metavar="IN", help="Requests, one JSON object a line; - reads standard input.")
+    str | None, typer.Argument(metavar="IN", help="Requests, one JSON object per line; - reads standard input.")
 ]
-Target = Annotated[
+OutputArgument = Annotated[
     str | None, typer.Argument(metavar="OUT", help="Answers in the order of the requests; - writes standard output.")
 ]
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=flags.MODEL_HELP)]
-InputFile = Annotated[str | None, typer.Option("-i", "--input-file", metavar="IN", help="IN, as a flag.")]
-OutputFile = Annotated[str | None, typer.Option("-o", "--output-file", metavar="OUT", help="OUT, as a flag.")]
-ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="MODEL, as a flag.")]
+InputFile = Annotated[str | None, typer.Option("-i", "--input-file", metavar="IN", help="IN, as an option.")]
+OutputFile = Annotated[str | None, typer.Option("-o", "--output-file", metavar="OUT", help="OUT, as an option.")]
+ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="MODEL, as an option.")]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFlags:
-    """Names of the model, and the manner of the run."""
+    """Flags for the names of the model and for the run."""
 
     served_model_name: Annotated[list[str] | None, Flag(shown="MODEL")] = None
-    """Name in requests; repeated: aliases."""
+    """Name of the model in requests; may be repeated for aliases."""
     max_num_seqs: Annotated[int, Range(1)] = NUM_AT_ONCE
-    """Requests that are answered at once."""
+    """Maximum number of requests that are answered at once."""
     resume: Annotated[bool, SWITCH] = False
-    """Go on where an earlier run was broken off; OUT.part has its answers."""
+    """Continue an interrupted run, whose answers are in OUT.part."""
     worker: Literal["process", "thread"] = "process"
-    """Where the model runs: a supervised process of its own."""
+    """Run the model in a supervised process or in a thread of this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunBatchFlags:
     """Flags of `lockstep run-batch`."""
 
-    input_place: InputArgument = None
-    output_place: Target = None
+    input_argument: InputArgument = None
+    output_argument: OutputArgument = None
     model: Model = None
     input_file: InputFile = None
     output_file: OutputFile = None
@@ -90,8 +90,8 @@ class RunBatchFlags:
     debug: flags.Debug = False
 
     def arguments(self) -> tuple[str, str, str]:
-        """Input, output and model, each as an argument or as a flag; UsageError names what is missing or too much."""
-        positional = (self.input_place, self.output_place, self.model)
+        """Input, output and model of arguments and flags; UsageError for a missing or a superfluous one."""
+        positional = (self.input_argument, self.output_argument, self.model)
         return arguments_of(positional, (self.input_file, self.output_file, self.model_flag))
 
 
@@ -116,17 +116,17 @@ def run_batch(given: RunBatchFlags) -> None:
             num_failed, num_requests = job.journal.num_failed, job.journal.num_requests
             job.journal.path.unlink()
     failed = f", {num_failed} failed" if num_failed else ""
-    _say(f"{num_requests - num_failed} of {num_requests} requests answered{failed}")
+    _print(f"{num_requests - num_failed} of {num_requests} requests answered{failed}")
     if num_failed:
         raise typer.Exit(EXIT_FAILED)
 
 
 def arguments_of(positional: Sequence[str | None], given: Sequence[str | None]) -> tuple[str, str, str]:
-    """Input, output and model, each as an argument or as a flag; UsageError names what is missing or too much."""
+    """Input, output and model of arguments and flags; UsageError for a missing or a superfluous one."""
     rest = [value for value in positional if value is not None]
     found = [value if value is not None or not rest else rest.pop(0) for value in given]
     if rest:
-        raise UsageError(f"{rest[0]!r} is one argument too many; give IN, OUT and MODEL, each once")
+        raise UsageError(f"unexpected argument {rest[0]!r}; give IN, OUT and MODEL, each once")
     for value, what in zip(found, ("IN", "OUT", "MODEL"), strict=True):
         if not value:
             raise UsageError(f"{what} is missing; for example: lockstep run-batch in.jsonl out.jsonl pocket://")
@@ -136,21 +136,21 @@ def arguments_of(positional: Sequence[str | None], given: Sequence[str | None]) 
 
 @contextmanager
 def _input(source: str) -> Iterator[Path]:
-    """The input as a file, since it is read twice: standard input is kept in a temporary one."""
+    """Path of the input. Standard input is copied to a temporary file, because the input is read twice."""
     if source != PIPE:
         yield Path(source).expanduser()
         return
-    with tempfile.NamedTemporaryFile(prefix="lockstep-", suffix=".jsonl") as kept:
-        shutil.copyfileobj(sys.stdin.buffer, kept)
-        kept.flush()
-        yield Path(kept.name)
+    with tempfile.NamedTemporaryFile(prefix="lockstep-", suffix=".jsonl") as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
+        yield Path(copy.name)
 
 
 def _checked(path: Path, source: str, names: Sequence[str]) -> CheckedInput:
-    """The input without a fault.
+    """Check the input.
 
     Raises:
-        UsageError: it cannot be read or has faults, each reported with its line; or it names another model.
+        UsageError: the input cannot be read, has faults, which are printed with their lines, or names another model.
     """
     from lockstep.server.batches import checked_input
     from lockstep.server.options import ServerOptions
@@ -161,7 +161,7 @@ def _checked(path: Path, source: str, names: Sequence[str]) -> CheckedInput:
     except OSError as error:
         raise UsageError(f"{source} cannot be read: {error.strerror or error}") from None
     for fault in checked.faults[1:MAX_SHOWN_FAULTS]:
-        _say(f"{source}, line {fault.line}: {fault.message}")
+        _print(f"{source}, line {fault.line}: {fault.message}")
     if checked.faults:
         first = checked.faults[0]
         where = source if first.line is None else f"{source}, line {first.line}"
@@ -169,21 +169,21 @@ def _checked(path: Path, source: str, names: Sequence[str]) -> CheckedInput:
     for model, line in checked.models.items():
         if model is not None and model not in names:
             raise UsageError(
-                f"{source}, line {line}: model is {model!r}, and it is {' or '.join(map(repr, names))} here; say "
-                f"--served-model-name {model}, or leave model out of the requests"
+                f"{source}, line {line}: model is {model!r}; it must be {' or '.join(map(repr, names))}; add "
+                f"--served-model-name {model}, or remove model from the requests"
             )
     return checked
 
 
 @contextmanager
 def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes: bool) -> Iterator[BatchJob]:
-    """The work on an input, whose answers are kept beside the output until it is whole."""
+    """Job of an input. Its answers are written to OUT.part until the output is complete."""
     from lockstep.owned_folders import temporary_folder
     from lockstep.server.batches import BatchJob, Journal
 
     if target == PIPE:
         if resumes:
-            raise UsageError("--resume has nothing to go on with where OUT is standard output; name a file")
+            raise UsageError("--resume requires a file as OUT; standard output cannot be continued")
         with temporary_folder(_TEMPORARY) as folder:
             journal = Journal(folder / "part", NAME, len(checked.offsets))
             with closing(BatchJob(NAME, "", path, checked.offsets, journal)) as job:
@@ -191,21 +191,21 @@ def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes:
         return
     part = part_of(target)
     if part.exists() and not resumes:
-        raise UsageError(f"{part} has the answers of a run that was broken off; say --resume, or remove it")
+        raise UsageError(f"{part} has the answers of an interrupted run; add --resume, or delete the file")
     if resumes and not part.exists():
-        raise UsageError(f"--resume: there is no {part}, so nothing was broken off; leave it out")
+        raise UsageError(f"--resume: there is no {part} of an interrupted run; remove the flag")
     make_folder(part, OUTPUT)
     digest = blake2b(path.read_bytes() + b"\0" + model.encode(), digest_size=16).hexdigest()
     try:
         journal = Journal(part, digest, len(checked.offsets))
     except OSError as error:
-        raise _not_kept(part, error) from None
+        raise _storage_error(part, error) from None
     with closing(BatchJob(NAME, "", path, checked.offsets, journal)) as job:
         yield job
 
 
 def part_of(target: str) -> Path:
-    """The file of answers while they come."""
+    """Path of the file with the answers of an incomplete run."""
     path = Path(target).expanduser()
     return path.with_name(f"{path.name}{_PART}")
 
@@ -213,14 +213,14 @@ def part_of(target: str) -> Path:
 def _answer(
     job: BatchJob, model: str, names: Sequence[str], load: LoadOptions, run: AnswerFlags, options: ServerOptions
 ) -> None:
-    """Load the model, and answer what has no answer yet."""
+    """Load the model, and answer the requests that have no answer yet."""
     from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.state import ClusterOptions
     from lockstep.server.app import create_app
     from lockstep.worker.link import WorkerOptions
 
-    if job.journal.is_complete:  # it was broken off while the output was written
+    if job.journal.is_complete:  # the earlier run was interrupted while it wrote the output
         return
     manifest = Manifest.of_model(model, tuple(names), load.chat_template)
     with loading_progress(model) as progress:
@@ -243,47 +243,47 @@ async def _run(cluster: Cluster, app: FastAPI, job: BatchJob, num_at_once: int) 
         try:
             await run_job(job, InProcessServer(app), num_at_once, shown.update)
         except OSError as error:
-            raise _not_kept(job.journal.path, error) from None
+            raise _storage_error(job.journal.path, error) from None
     except asyncio.CancelledError:
         journal = job.journal
         num_answered = journal.num_completed + journal.num_failed
-        _say(f"broken off: {num_answered} of {journal.num_requests} answered; --resume goes on")
+        _print(f"interrupted: {num_answered} of {journal.num_requests} requests answered; --resume continues")
         raise
     finally:
         await cluster.close()
 
 
-def _not_kept(path: Path, error: OSError) -> UsageError:
-    """The refusal of a run whose answers the disk does not take."""
-    advice = ", and go on with --resume" if path.suffix == _PART else ""
+def _storage_error(path: Path, error: OSError) -> UsageError:
+    """Error of a run whose answers cannot be written to disk."""
+    advice = ", and continue with --resume" if path.suffix == _PART else ""
     why = error.strerror or error
-    return UsageError(f"{path}: answers cannot be kept there: {why}; free space on that disk{advice}")
+    return UsageError(f"{path}: answers cannot be written there: {why}; free space on that disk{advice}")
 
 
 class _Progress:
-    """Lines on standard error that say how far a job is."""
+    """Progress of a job, in lines on standard error."""
 
     def __init__(self, job: BatchJob) -> None:
         self._job = job
         self._is_terminal = sys.stderr.isatty()
-        self._told_s = time.monotonic()
+        self._reported_s = time.monotonic()
 
     def update(self) -> None:
         now_s, journal = time.monotonic(), self._job.journal
-        if now_s - self._told_s < (0.2 if self._is_terminal else REPORT_S):
+        if now_s - self._reported_s < (0.2 if self._is_terminal else REPORT_S):
             return
-        self._told_s = now_s
+        self._reported_s = now_s
         done = journal.num_completed + journal.num_failed
         failed = f", {journal.num_failed} failed" if journal.num_failed else ""
         text = f"{done} of {journal.num_requests} requests{failed}"
         if self._is_terminal:
             print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
         else:
-            _say(text)
+            _print(text)
 
 
 def _write(job: BatchJob, target: str) -> None:
-    """Write all answers in order; a file is there as soon as it is whole."""
+    """Write all answers in order. An output file appears only when it is complete."""
     from lockstep.server.batches import durable_file
 
     if target == PIPE:
@@ -297,6 +297,6 @@ def _write(job: BatchJob, target: str) -> None:
         raise UsageError(f"{target}: {OUTPUT} cannot be written there: {error.strerror or error}") from None
 
 
-def _say(text: str) -> None:
-    begin = "\r" if sys.stderr.isatty() else ""  # over the line of progress
+def _print(text: str) -> None:
+    begin = "\r" if sys.stderr.isatty() else ""  # overwrites the line of progress
     print(f"{begin}lockstep: {text}", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""`lockstep serve MODEL`, or `--manifest FILE`: flags, environment and a file become option values; the server does
-the rest."""
+"""`lockstep serve MODEL` and `lockstep serve --manifest FILE`: converts flags, environment variables and a file of
+flags to options, and runs the server with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.cli.serve_flags import (
     RecordFlags,
     ReportFlags,
     WorkerFlags,
-    answers_to,
+    foreign_flag_warnings,
 )
 from lockstep.core.policy import Order
 from lockstep.engine.options import EngineOptions, LoadOptions
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEMO_NAME = "pocket"
-"""Name of the demo model where no model is named."""
+"""Served name of the demo model if no MODEL is given."""
 NO_MODEL = (
-    "no MODEL is given: pocket answers, the embedded demo model; "
-    "`lockstep serve PATH`, hf://org/name or --manifest FILE serves another"
+    "no MODEL is given: serving pocket, the embedded demo model; "
+    "to serve another one, give a path, hf://org/name or --manifest FILE"
 )
 METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 
@@ -68,7 +68,7 @@ class ServeFlags:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML with flags as keys; flags and LOCKSTEP_* variables go before it.",
+            help="YAML file with flags as keys; flags and LOCKSTEP_* variables override it.",
             callback=use_config,
             is_eager=True,
         ),
@@ -86,7 +86,7 @@ class ServeFlags:
     foreign: ForeignFlags = field(default_factory=ForeignFlags)
 
     def server_options(self) -> ServerOptions:
-        """The server's options; UsageError where two flags do not fit."""
+        """Options of the server; UsageError if two flags contradict each other."""
         return replace(
             server_options(self.listen, self.model_flags, self.engine, self.limits, self.report),
             allow_any_source=self.cluster.allow_any_source,
@@ -94,21 +94,21 @@ class ServeFlags:
         )
 
     def load(self) -> LoadOptions:
-        """Options of loading the models; ConfigError where they cannot work with any model, or on this machine."""
-        decided = decided_options(self.engine, "fcfs" if self.cluster.manifest is None else "priority")
-        return LoadOptions(decided, self.executor, self.worker.cache_dir)
+        """Options of loading the models; ConfigError if they cannot work with any model, or on this machine."""
+        engine = engine_options(self.engine, "fcfs" if self.cluster.manifest is None else "priority")
+        return LoadOptions(engine, self.executor, self.worker.cache_dir)
 
 
 @with_flags
 def serve(given: ServeFlags) -> None:
-    """Serve a model, or a cluster of them, to OpenAI clients."""
+    """Serve a model, or a cluster of models, to OpenAI clients."""
     with _worker(given.worker, given.report, given.record) as worker:
         from lockstep.server.run import run_server
         from lockstep.worker.logs import log_to_stderr
 
-        options, progress = given.server_options(), ServingProgress.for_this(given.report.log_format)
+        options, progress = given.server_options(), ServingProgress.of_process(given.report.log_format)
         cluster, reload = _cluster(given, worker, progress.update)
-        warnings = answers_to(given.foreign)
+        warnings = foreign_flag_warnings(given.foreign)
         log_to_stderr(given.report.log_format, given.report.log_level, "server")
         if given.model is None and given.cluster.manifest is None:
             warnings = [*warnings, NO_MODEL]
@@ -120,8 +120,8 @@ def serve(given: ServeFlags) -> None:
 
 @contextmanager
 def _worker(worker_flags: WorkerFlags, report: ReportFlags, record: RecordFlags) -> Iterator[WorkerOptions]:
-    """The device worker's options, with its process started ahead of the server's imports, which take as long as its
-    own."""
+    """Options of the device worker. A worker process is started here, so that its imports run in parallel to those of
+    the server, which take as long."""
     from lockstep.worker.health import HealthLimits
     from lockstep.worker.link import SpawnedWorker, WorkerOptions
 
@@ -148,7 +148,7 @@ def _worker(worker_flags: WorkerFlags, report: ReportFlags, record: RecordFlags)
 def server_options(
     listen: ListenFlags, model_flags: ModelFlags, engine: EngineOptions, limits: ServerOptions, report: ReportFlags
 ) -> ServerOptions:
-    """The flags as the server's options; UsageError where two of them do not fit."""
+    """Convert flags to options of the server; UsageError if two of them contradict each other."""
     if not METRICS_PREFIX.fullmatch(report.metrics_prefix):
         raise UsageError(f"--metrics-prefix is {report.metrics_prefix!r}; it must be a name like lockstep or vllm")
     host, port = (listen.host, listen.port) if listen.addr is None else split_address(listen.addr)
@@ -178,7 +178,7 @@ def server_options(
 
 
 def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
-    """Names that requests may call the server; where loopback is the only protection, only its own."""
+    """Valid ``Host`` headers. If loopback is the only protection, these are only loopback names and the given ones."""
     from lockstep.server.admission import loopback_hosts
 
     given = tuple(name.lower() for name in listen.allowed_host or ())
@@ -186,8 +186,8 @@ def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
     return (*loopback_hosts(host), *given) if is_bare else given
 
 
-def decided_options(given: EngineOptions, order: Order = "fcfs") -> EngineOptions:
-    """Options of one engine: the flags, and what follows from them where they say nothing.
+def engine_options(given: EngineOptions, order: Order = "fcfs") -> EngineOptions:
+    """Options of one engine: the flags, with the default order filled in.
 
     Raises:
         ConfigError: the limits cannot work with any model, or on this machine.
@@ -196,7 +196,7 @@ def decided_options(given: EngineOptions, order: Order = "fcfs") -> EngineOption
 
 
 def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -> tuple[Cluster, ManifestReload | None]:
-    """Make the cluster behind the server, and the reload of its manifest where there is one."""
+    """Make the cluster behind the server, and the reload of its manifest if it has one."""
     from lockstep.cluster.backend import POCKET
     from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.manifest import Manifest, names_of_source
@@ -220,16 +220,16 @@ def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -
         names = model_flags.served_model_name or ((DEMO_NAME,) if model is None else names_of_source(model))
         manifest = Manifest.of_model(model or POCKET, names, template)
         return Cluster(manifest, options, progress=progress), None
-    seen = stamp_of(cluster_flags.manifest)  # before it is read: what is written from now on is brought in
+    seen = stamp_of(cluster_flags.manifest)  # before the file is read: later changes of it are reloaded
     manifest = read_manifest(cluster_flags.manifest)
     if manifest.hosts is not None and worker.kv_events is not None:
-        raise UsageError("--kv-events is of this machine's models, and `hosts:` places them elsewhere; leave one out")
+        raise UsageError("--kv-events does not support `hosts:`, which places models elsewhere; remove one of them")
     cluster = Cluster(manifest, options, progress=progress)
     return cluster, ManifestReload(cluster, cluster_flags.manifest, os.environ, seen, watches=cluster_flags.watch)
 
 
 def kv_options(worker_flags: WorkerFlags) -> KVStoreOptions:
-    """Options of the KV store; UsageError where it cannot be kept there."""
+    """Options of the KV store; UsageError if the directory cannot be used for it."""
     from lockstep.engine.kv_files import check_folder
     from lockstep.engine.kv_tiers import KVStoreOptions
 
@@ -246,23 +246,23 @@ def kv_options(worker_flags: WorkerFlags) -> KVStoreOptions:
 
 
 def trace_options(record: RecordFlags) -> TraceOptions | None:
-    """Options of the recording; UsageError where a flag of it is given without --trace."""
+    """Options of the recording; UsageError if another flag of recordings is given without --trace."""
     from lockstep.worker.flight.options import TraceOptions
 
     if record.trace is None:
         given = {"--trace-content": record.trace_content, "--trace-key": record.trace_key is not None}
         for flag in (flag for flag, is_given in given.items() if is_given):
-            raise UsageError(f"{flag} applies to a recording; give --trace DIR, or leave it out")
+            raise UsageError(f"{flag} requires --trace DIR")
         return None
     key_file = "" if record.trace_key is None else str(record.trace_key.expanduser().absolute())
     directory = str(record.trace.absolute())
     options = TraceOptions(directory, record.trace_max_mb << 20, record.trace_content, key_file)
-    options.secret()  # what is wrong with it is reported now
+    options.secret()  # reads the key, so that its faults are reported now
     return options
 
 
 def kv_events_options(record: RecordFlags) -> KVEventsOptions | None:
-    """Endpoints of KV events; UsageError where they are invalid, or a flag of them is given without --kv-events."""
+    """Options of KV events; UsageError if they are invalid, or another flag of theirs is given without --kv-events."""
     from lockstep.worker.kv_events import MODEL, KVEventsOptions
 
     if record.kv_events is None:
@@ -272,7 +272,7 @@ def kv_events_options(record: RecordFlags) -> KVEventsOptions | None:
             "--kv-events-allow-remote": record.kv_events_allow_remote,
         }
         for flag in (flag for flag, is_given in given.items() if is_given):
-            raise UsageError(f"{flag} applies to KV events; give --kv-events ENDPOINT, or leave it out")
+            raise UsageError(f"{flag} requires --kv-events ENDPOINT")
         return None
     options = KVEventsOptions(record.kv_events, record.kv_events_replay or "", record.kv_events_topic)
     options.check(record.kv_events_allow_remote)
@@ -280,10 +280,10 @@ def kv_events_options(record: RecordFlags) -> KVEventsOptions | None:
 
 
 def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: ClusterFlags) -> None:
-    """A model or a manifest; flags of the one do not apply to the other."""
+    """Reject a model together with a manifest, and flags that do not apply to the given one of them."""
     if cluster_flags.manifest is None:
-        if model == "":  # left of an argument by a unit's variable that is not set: nobody meant the demo model
-            raise UsageError("MODEL is empty; give one to serve, or --manifest FILE; pocket:// is the demo model")
+        if model == "":  # an unset variable in a systemd unit or a script, which should not serve the demo model
+            raise UsageError("MODEL is empty; give a model, --manifest FILE, or pocket:// for the demo model")
         given = {
             "--backend": cluster_flags.backend is not None,
             "--watch": cluster_flags.watch,
@@ -291,22 +291,20 @@ def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: C
             "--allow-private-remotes": cluster_flags.allow_private_remotes,
         }
         for flag in (flag for flag, is_given in given.items() if is_given):
-            raise UsageError(f"{flag} applies to a manifest's models; give --manifest FILE, or leave it out")
+            raise UsageError(f"{flag} requires --manifest FILE")
         return
     if model:
-        raise UsageError(
-            f"MODEL is {model!r} and --manifest {cluster_flags.manifest}; serve one model, or a manifest of many"
-        )
+        raise UsageError(f"MODEL is {model!r} and --manifest is {cluster_flags.manifest}; give only one of them")
     single = {
         "--served-model-name": bool(model_flags.served_model_name),
         "--chat-template": model_flags.chat_template is not None,
     }
     for flag in (flag for flag, is_given in single.items() if is_given):
-        raise UsageError(f"{flag} applies to one model; in a manifest each model has its own")
+        raise UsageError(f"{flag} does not apply to --manifest; set it for each model in the manifest")
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT``, an IPv6 host in brackets; without a host: all addresses."""
+    """Host and port of ``HOST:PORT``, in which an IPv6 host is in brackets. Without a host: all addresses."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65_535:
         raise UsageError(f"--addr is {text!r}; it must be HOST:PORT, e.g. 127.0.0.1:9000 or [::1]:9000")
@@ -314,7 +312,7 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def split_keys(given: tuple[str, ...] | list[str], flag: str = "--api-key") -> tuple[str, ...]:
-    """Keys, each once. One variable may hold several, so a comma always separates."""
+    """Distinct keys. A comma separates keys, because one environment variable may contain several."""
     keys = [key.strip() for text in given for key in text.split(",")]
     if not all(keys):
         raise UsageError(f"{flag} is empty; give a key, or leave it out")

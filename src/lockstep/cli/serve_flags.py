@@ -1,7 +1,7 @@
-"""Flags of `lockstep serve`, in groups. Names are vLLM's where it has one.
+"""Flags of `lockstep serve`, in groups. A flag that vLLM has, too, has vLLM's name.
 
-Flags of vLLM that mean nothing here are accepted with a word where harmless, else refused: the message
-states what happens instead.
+Flags of vLLM that have no effect here are accepted with a warning if that is harmless, and otherwise rejected. The
+message states the behaviour of Lockstep.
 """
 
 from __future__ import annotations
@@ -26,29 +26,28 @@ from lockstep.worker.health import MAX_SILENCE_S
 
 @dataclass(frozen=True, slots=True)
 class ListenFlags:
-    """Addresses to listen on, keys and origins that are let in."""
+    """Addresses to listen on, and permitted keys and origins."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Range(0, 65535)] = 9000
-    """Port to listen on; 0: any free one."""
+    """Port to listen on; 0: any free port."""
     addr: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
-    """Both at once; goes before them."""
+    """Address and port in one value; overrides --host and --port."""
     api_key: list[str] | None = None
-    """A key that opens the server; may be repeated, or hold several with commas between them."""
+    """API key that requests must have; may be repeated, or contain several keys separated by commas."""
     admin_key: list[str] | None = None
-    """As --api-key, and the only ones that then open the cluster, its manifest and sessions."""
+    """API key with access to cluster, manifest and sessions, which other keys then no longer have; may be repeated."""
     prefix_cache_per_key: Annotated[bool, SWITCH] = False
-    """Let each key find only its own requests in the prefix cache, so that cached_tokens shows nothing of others."""
+    """Separate the prefix caches of API keys, so that cached_tokens reveals nothing about requests of other keys."""
     allow_unauthenticated: Annotated[bool, SWITCH] = False
-    """Listen beyond loopback without a key."""
+    """Allow addresses beyond loopback without an API key."""
     allowed_host: list[str] | None = None
-    """A name in requests' Host that is answered to; may be repeated; None: loopback's where there is no key, else
-    any."""
+    """Accepted Host header of requests; may be repeated; None: loopback names if no key is set, else any."""
     cors_origin: list[str] | None = None
-    """An origin that browsers may call from, or *; may be repeated."""
+    """Origin from which browsers may call the server, or *; may be repeated."""
     loopback_origins: bool = True
-    """Whether pages that this machine serves itself may ask models from a browser."""
+    """Let web pages of loopback origins call models from a browser."""
 
 
 LIMITS = OptionFlags(
@@ -65,7 +64,7 @@ LIMITS = OptionFlags(
         "shutdown_timeout_s": Flag("shutdown_timeout"),
     },
 )
-"""Limits of requests, and deadlines."""
+"""Flags for limits and deadlines of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class ModelFlags:
     """Names of the model, and its chat template."""
 
     served_model_name: Annotated[list[str] | None, Flag(shown="MODEL")] = None
-    """Name in requests; repeated: aliases."""
+    """Name of the model in requests; may be repeated for aliases."""
     chat_template: flags.ChatTemplate = None
     chat_template_kwargs: flags.ChatTemplateKwargs = None
     reasoning: flags.Reasoning = "auto"
@@ -81,38 +80,38 @@ class ModelFlags:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFlags:
-    """The device worker, and the checks of a load."""
+    """The device worker, and its KV of sessions in host memory and on disk."""
 
     cache_dir: flags.CacheDir = None
     worker: Literal["process", "thread"] = "process"
-    """Where the model runs: a supervised process of its own."""
+    """Run models in a supervised process or in a thread of the server."""
     worker_timeout: Annotated[float, Range(0)] = MAX_SILENCE_S
-    """Seconds without a message until a worker process is replaced; 0: never."""
+    """Seconds without a message after which a worker process is replaced; 0: never."""
     stream_interval_ms: Annotated[float, Range(0, 1000)] = 20.0
-    """Tokens of a stream that come faster share a frame; 0: never."""
+    """Minimum milliseconds between chunks of a stream; tokens within them share a chunk; 0: no minimum."""
     host_kv_mb: Annotated[int, Flag(metavar="MB"), Range(0)] = 1024
-    """Host memory for the KV of sessions that left the device; a manifest's host_kv_budget goes before it."""
+    """Host memory in MB for the KV of sessions that left the device; a manifest's host_kv_budget overrides it."""
     kv_dir: Annotated[Path | None, Flag(metavar="DIR")] = None
-    """Keep the KV of sessions here, too, so that it survives a restart."""
+    """Directory that stores the KV of sessions, so that it survives a restart of the server."""
     kv_dir_mb: Annotated[int, Flag(metavar="MB"), Range(1)] = 10_240
-    """What the KV there may take; a manifest's disk_kv_budget goes before it."""
+    """Maximum size of the KV in --kv-dir in MB; a manifest's disk_kv_budget overrides it."""
     kv_check: Annotated[float, Flag(metavar="SHARE"), Range(0, 1)] = 0.0
-    """Share of the sessions that come back whose first block is computed again when idle, and compared bit by bit."""
+    """Share of restored sessions whose first block is computed again in idle time and compared bit by bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFlags:
-    """Many models in the place of one."""
+    """A cluster of models instead of one model."""
 
     manifest: Annotated[Path | None, Flag(metavar="FILE")] = None
-    """A cluster of models, as YAML, instead of MODEL; SIGHUP brings it in again."""
+    """YAML file that declares a cluster of models, instead of MODEL; SIGHUP reloads it."""
     backend: BackendName = None
     watch: Annotated[bool, SWITCH] = False
-    """Bring the manifest in whenever its file changes."""
+    """Reload the manifest whenever its file changes."""
     allow_any_source: Annotated[bool, SWITCH] = False
-    """Let any key put manifests with any file or hub model; else only an admin key may."""
+    """Let manifests of any key name any file or hub model; otherwise this requires an admin key."""
     allow_private_remotes: Annotated[bool, SWITCH] = False
-    """Let any key put manifests with servers at private addresses; else only an admin key may."""
+    """Let manifests of any key name servers at private addresses; otherwise this requires an admin key."""
 
 
 _VLLM_NAMES: Mapping[str, Flag] = {
@@ -123,7 +122,7 @@ _VLLM_NAMES: Mapping[str, Flag] = {
     "order": Flag(also=("scheduling-policy",)),
 }
 ENGINE = OptionFlags(EngineOptions, {each.name: _VLLM_NAMES.get(each.name, Flag()) for each in fields(EngineOptions)})
-"""A flag for every field: types, ranges, defaults and help are those of EngineOptions."""
+"""Flags for all fields of EngineOptions, with its types, ranges, defaults and help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,25 +130,25 @@ class ReportFlags:
     """Logs, metrics and traces."""
 
     log_format: Literal["text", "json"] = "text"
-    """How log lines are written."""
+    """Format of log lines."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """From which level on."""
+    """Lowest level of log lines."""
     disable_log_requests: Annotated[bool, SWITCH] = False
-    """No line per request."""
+    """Log no line per request."""
     log_prompts: Annotated[bool, SWITCH] = False
-    """Put prompts and answers into the line of a request."""
+    """Include prompts and answers in the log line of a request."""
     log_user: Annotated[bool, SWITCH] = False
-    """Name a request's user in its line, in the place of a hash."""
+    """Include the user of a request in its log line, instead of a hash."""
     metrics_prefix: str = "lockstep"
-    """First part of metric names; vllm makes boards for vLLM work."""
+    """Prefix of metric names; with vllm, dashboards for vLLM work."""
     otlp_traces_endpoint: Annotated[str | None, Flag(metavar="URL")] = None
-    """Send a span per request there (OTLP over HTTP)."""
+    """Endpoint that receives a span per request (OTLP over HTTP)."""
     responses_db: Annotated[Path | None, Flag(metavar="FILE")] = None
-    """Keep stored responses in this SQLite file."""
+    """SQLite file for stored responses; None: in memory."""
     batch_dir: Annotated[Path | None, Flag(metavar="DIR")] = None
-    """Keep uploaded files and batches there, over restarts; None: a temporary folder."""
+    """Directory for uploaded files and batches, which then survive a restart; None: a temporary folder."""
     enable_debug_endpoints: Annotated[bool, SWITCH] = False
-    """POST /reset_prefix_cache and GET /debug/check."""
+    """Enable POST /reset_prefix_cache and GET /debug/check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +156,21 @@ class RecordFlags:
     """Recordings of decisions, and events of caches."""
 
     trace: Annotated[Path | None, Flag(metavar="DIR")] = None
-    """Record every decision there, for lockstep replay; no text and no tokens."""
+    """Directory for recordings of all scheduler decisions, for lockstep replay; without text and tokens."""
     trace_content: Annotated[bool, SWITCH] = False
-    """Record prompts and answers too, as token ids."""
+    """Also record prompts and answers, as token ids."""
     trace_key: Annotated[Path | None, Flag(metavar="FILE")] = None
-    """A secret of the recording; digests under equal ones compare."""
+    """File with the secret key of the recording's digests; digests with equal keys are comparable."""
     trace_max_mb: Annotated[int, Flag(metavar="MB"), Range(1)] = DEFAULT_MAX_MB
-    """Recordings in DIR take as much; the oldest go first."""
+    """Maximum size of the recordings in --trace in MB; the oldest are deleted first."""
     kv_events: Annotated[str | None, Flag(metavar="ENDPOINT")] = None
-    """Publish what prefix caches hold there over ZeroMQ, as vLLM does, with token ids: tcp://127.0.0.1:5557."""
+    """ZeroMQ endpoint for events of the prefix caches in vLLM's format, with token ids, e.g. tcp://127.0.0.1:5557."""
     kv_events_replay: Annotated[str | None, Flag(metavar="ENDPOINT")] = None
-    """Answer there what was missed of them."""
+    """ZeroMQ endpoint that sends missed KV events again on request."""
     kv_events_topic: Annotated[str, Flag(metavar="TEXT")] = "{model}"
     """Topic of KV events; {model} is the name of the model's artifact."""
     kv_events_allow_remote: Annotated[bool, SWITCH] = False
-    """KV events may be published beyond loopback."""
+    """Allow endpoints of KV events beyond loopback."""
 
 
 _Text = Annotated[str | None, typer.Option(hidden=True)]
@@ -181,7 +180,7 @@ _Count = Annotated[int | None, typer.Option(hidden=True)]
 
 @dataclass(frozen=True, slots=True)
 class ForeignFlags:
-    """Hidden in the help; see `answers_to`."""
+    """Flags of vLLM that Lockstep does not have. They are hidden in the help; see `foreign_flag_warnings`."""
 
     dtype: _Text = None
     tokenizer: _Text = None
@@ -204,45 +203,45 @@ class ForeignFlags:
     enable_server_load_tracking: Annotated[bool, typer.Option("--enable-server-load-tracking", hidden=True)] = False
 
 
-_ONE_DEVICE = "{flag} is {value}; a model runs on one device here, so it can only be 1"
+_ONE_DEVICE = "{flag} is {value}; it must be 1, because a model runs on one device"
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((None, 1), _ONE_DEVICE),
     "pipeline_parallel_size": ((None, 1), _ONE_DEVICE),
     "data_parallel_size": ((None, 1), _ONE_DEVICE),
     "dtype": (
         (None, "auto", "float", "float32"),
-        "{flag} is {value!r}; activations are float32 here: leave it out, or look at --quantize",
+        "{flag} is {value!r}; activations are float32: remove it, or see --quantize",
     ),
     "quantization": (
         (None,),
-        "the model's files determine {flag}; --quantize int8 or int4 rounds float weights at load",
+        "{flag} is not supported: the model's files determine it; --quantize int8 or int4 rounds float weights at load",
     ),
-    "tokenizer": ((None,), "{flag} is the one in the model's files; give a MODEL that has the right one"),
-    "load_format": ((None, "auto"), "{flag} is {value!r}; the model's files determine it: leave it out"),
-    "swap_space": ((None,), "{flag} is called --swap-space-bytes here, and counts bytes"),
-    "seed": ((None,), "{flag} belongs to requests here: the same seed in a request gives the same answer"),
+    "tokenizer": ((None,), "{flag} is not supported: the tokenizer is that of the model's files"),
+    "load_format": ((None, "auto"), "{flag} is {value!r}; the model's files determine the format: remove it"),
+    "swap_space": ((None,), "{flag} is not supported; use --swap-space-bytes, in bytes"),
+    "seed": ((None,), "{flag} is not supported; set the seed in each request"),
 }
-"""By field: values that need nothing unsupported, and the message for any other."""
+"""Supported values by field, and the error for any other value."""
 _HARMLESS: Mapping[str, str] = {
     "gpu_memory_utilization": "no GPU memory is reserved; --kv-cache-memory-bytes sizes the KV pool",
-    "trust_remote_code": "no code of a model is ever run",
+    "trust_remote_code": "code of models is never run",
     "enforce_eager": "there are no CUDA graphs",
-    "enable_auto_tool_choice": "tools are always on",
+    "enable_auto_tool_choice": "tools are always enabled",
     "tool_call_parser": "the chat template determines the format",
-    "reasoning_parser": "tags are in the chat template; see --reasoning",
-    "disable_log_stats": "figures are in /metrics only",
-    "enable_log_requests": "requests are logged unless --disable-log-requests",
-    "enable_prompt_tokens_details": "they are always there",
-    "enable_server_load_tracking": "/load always counts",
+    "reasoning_parser": "the chat template determines the tags; see --reasoning",
+    "disable_log_stats": "stats are in /metrics and not in the log",
+    "enable_log_requests": "requests are logged unless --disable-log-requests is given",
+    "enable_prompt_tokens_details": "answers always have these details",
+    "enable_server_load_tracking": "/load always reports the load",
 }
-"""By field: what holds instead, or anyway."""
+"""By field: the reason why the flag has no effect."""
 
 
-def answers_to(given: ForeignFlags) -> list[str]:
-    """Warnings about the flags that were given.
+def foreign_flag_warnings(given: ForeignFlags) -> list[str]:
+    """Warnings about given flags that have no effect.
 
     Raises:
-        UsageError: one requests what is not supported.
+        UsageError: a flag requires an unsupported feature.
     """
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     for name, (allowed, refusal) in _REFUSED.items():

@@ -1,4 +1,4 @@
-"""`lockstep sweep`: a grid of configs on one workload, what is best in it, and the cheapest that meets goals."""
+"""`lockstep sweep`: replays a workload with a grid of configs; shows the best and the cheapest that meets goals."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ EXIT_NONE_MEETS = 1
 
 DEFAULT_OBJECTIVES = ("ttft_p99", "output_tokens_per_s")
 DEFAULT_OBJECTIVES_IN_TICKS = ("ttft_p99", "total_ticks")
-"""Without the duration of a tick, nothing is per second."""
+"""Default objectives if ticks have no duration, so that there are no metrics per second."""
 DEFAULT_SLO_PERCENT = 99.0
 
 
 @dataclass(frozen=True, slots=True)
 class SearchFlags:
-    """Goals and objectives of the search, and how it runs."""
+    """Flags for the goals and objectives of the search, and for its execution."""
 
     objective: Annotated[
         list[str] | None, Flag(metavar="METRIC", shown="ttft_p99 and output_tokens_per_s, or total_ticks")
     ] = None
-    """What the front is about; the first two are plotted."""
+    """Metric of the Pareto front; may be repeated; the first two are plotted."""
     slo: Annotated[str, Flag(metavar="GOALS")] = ""
-    """Find the cheapest config that meets these, in ms: ttft:500,tpot:50."""
+    """Latency goals in ms, e.g. ttft:500,tpot:50; the sweep finds the cheapest config that meets them."""
     slo_percent: Annotated[float | None, Flag(metavar="P", shown="99"), Range(0, 100)] = None
-    """Requests that must meet the goals, of all that arrive."""
+    """Percentage of all arriving requests that must meet the goals."""
     jobs: Annotated[int | None, Flag(metavar="N", shown="one per core"), Range(1)] = None
-    """Processes."""
+    """Number of processes."""
     output: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
-    """Write the report there as JSON."""
+    """File for the report as JSON."""
 
 
 _SEARCH_DEFAULTS = SearchFlags()
@@ -55,9 +55,9 @@ _SEARCH_DEFAULTS = SearchFlags()
 class SweepFlags:
     """Flags of `lockstep sweep`."""
 
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")]
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Workload or trace.")]
     grid: Annotated[list[str] | None, Flag(metavar="FIELD=VALUES")] = None
-    """Values by commas, e.g. max_num_seqs=8,16,32; one per field."""
+    """Scheduler limit and its values, e.g. max_num_seqs=8,16,32; repeat the flag for further fields."""
     settings: shared.Set = None
     search: SearchFlags = _SEARCH_DEFAULTS
     html: shared.Html = None
@@ -69,7 +69,7 @@ class SweepFlags:
 
 @with_flags
 def sweep(given: SweepFlags) -> None:
-    """Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them."""
+    """Replay every combination of a grid of limits; exit code 1 if no combination meets the given goals."""
     from lockstep.executors.machine import available_cores
     from lockstep.replay.configs import combinations, parse_grid
     from lockstep.replay.metrics import check_metric, parse_goals
@@ -84,14 +84,12 @@ def sweep(given: SweepFlags) -> None:
         check_metric(metric)
     goals = parse_goals(search.slo, "--slo", GOALS)
     if slo_percent is not None and not goals:
-        raise UsageError(
-            "--slo-percent is the share of requests that must meet the goals; give goals with --slo ttft:500"
-        )
+        raise UsageError("--slo-percent requires goals, e.g. --slo ttft:500")
     all_settings = combinations(parse_grid(given.grid or ()))
     common = settings_of(given.settings)
     twice = [name for name in common if name in all_settings[0]]
     if twice:
-        raise UsageError(f"{twice[0]} is given by --set and by --grid; set it once")
+        raise UsageError(f"{twice[0]} is given in --set and in --grid; remove one of them")
     workload = given.reading.read(file)
     if "order" not in all_settings[0]:
         warn_of_order((workload, common))
@@ -123,17 +121,17 @@ def _run(job: SweepJob, all_settings: Sequence[dict[str, str]], num_processes: i
 
 
 def _judged(
-    job: SweepJob, outcomes: tuple[SweepOutcome, ...], wanted: Sequence[str] | None, percent: float
+    job: SweepJob, outcomes: tuple[SweepOutcome, ...], objectives: Sequence[str] | None, percent: float
 ) -> SweepResult:
-    """A grid in which nothing works has no objectives."""
+    """Result of a sweep. If no config works, there are no metrics and therefore no objectives."""
     from lockstep.replay.metrics import metric_named
     from lockstep.replay.render.sweep import SweepResult
     from lockstep.replay.sweep import cheapest, front
 
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.figures)
     is_timed = any(name.startswith("latency_ms.") for name in names)
-    wanted = wanted or (DEFAULT_OBJECTIVES if is_timed else DEFAULT_OBJECTIVES_IN_TICKS)
-    objectives = tuple(metric_named(each, names) for each in wanted) if names else ()
+    objectives = objectives or (DEFAULT_OBJECTIVES if is_timed else DEFAULT_OBJECTIVES_IN_TICKS)
+    objectives = tuple(metric_named(each, names) for each in objectives) if names else ()
     return SweepResult(
         name=job.workload.name,
         outcomes=outcomes,

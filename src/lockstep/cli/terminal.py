@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 QUOTES = '"""'
 LEAVE_S = 2.0
-"""Within which a second Ctrl-C at the prompt leaves."""
-LEAVE_HINT = "(Ctrl-C once more within two seconds leaves; so do /bye and Ctrl-D)"
+"""Seconds within which a second Ctrl-C at the prompt ends the chat."""
+LEAVE_HINT = "(to exit: Ctrl-C again within two seconds, /bye or Ctrl-D)"
 MAX_HISTORY_BYTES = 1 << 18
-"""Beyond it the older half is forgotten when a chat begins."""
+"""Size of the history file above which its older half is deleted when a chat begins."""
 MAX_ENTRY_BYTES = 1 << 14
-"""Longer messages are not remembered for the next chat."""
+"""Maximum size of a message in the history; longer ones are not stored."""
 _PROMPT, _CONTINUED = "> ", "... "
 _DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
 _TAB_CELLS = 8
@@ -41,30 +41,30 @@ class Reader(Protocol):
         ...
 
     def read(self) -> str:
-        """The next message or command; EOFError: there is none, or the user leaves."""
+        """The next message or command; EOFError at the end of input, or if the user exits."""
         ...
 
     def stoppable(self) -> AbstractContextManager[object]:
-        """While it is open, Ctrl-C raises KeyboardInterrupt."""
+        """Context in which Ctrl-C raises KeyboardInterrupt."""
         ...
 
 
 def is_open(text: str) -> bool:
-    """True for a text that goes on in the next line: three quotes opened it, or what it commands, and do not end."""
+    """True if a text continues in the next line: three quotes begin it, or a command's value, and are not closed."""
     begun = text.lstrip()
     begins = begun.startswith(QUOTES) or (begun.startswith("/") and f" {QUOTES}" in begun.partition("\n")[0])
     return begins and begun.count(QUOTES) % 2 == 1
 
 
 def unquoted(text: str) -> str:
-    """The text between three quotes, or the text itself."""
+    """The text without enclosing triple quotes, if it has them."""
     text = text.strip()
     is_quoted = len(text) >= 2 * len(QUOTES) and text.startswith(QUOTES) and text.endswith(QUOTES)
     return text[len(QUOTES) : -len(QUOTES)].strip("\n") if is_quoted else text
 
 
 class Pipe:
-    """Lines of standard input, from whatever is no terminal."""
+    """Messages from standard input that is not a terminal, one per line."""
 
     is_terminal = False
 
@@ -74,7 +74,7 @@ class Pipe:
             try:
                 text += "\n" + input()
             except EOFError:
-                raise UsageError(f"the message that {QUOTES} opened never ends; end it with {QUOTES}") from None
+                raise UsageError(f"a message begins with {QUOTES} and has no end; end it with {QUOTES}") from None
         return text
 
     def stoppable(self) -> AbstractContextManager[object]:
@@ -82,34 +82,34 @@ class Pipe:
 
 
 class Piece(NamedTuple):
-    """New text of an answer, and new thoughts."""
+    """New text of an answer, and new text of its reasoning."""
 
     text: str
-    thoughts: str = ""
+    reasoning: str = ""
 
 
 class AnswerWriter:
-    """Writes one answer to standard output: on a terminal with dimmed thoughts and lines that break between words."""
+    """Writes one answer to standard output. A terminal also gets the reasoning, dimmed, and breaks between words."""
 
     def __init__(self) -> None:
-        self._shows_thoughts = sys.stdout.isatty()
+        self._shows_reasoning = sys.stdout.isatty()
         self._is_dim = False
         self._wrap = WordWrap(_terminal_width) if sys.stdout.isatty() else None
 
     def write(self, piece: Piece) -> None:
-        """Write the new piece."""
-        text, thoughts = piece
-        if thoughts and self._shows_thoughts:
+        """Write a piece of the answer."""
+        text, reasoning = piece
+        if reasoning and self._shows_reasoning:
             sys.stdout.write("" if self._is_dim else _DIM)
             self._is_dim = True
-            self._write(thoughts)
+            self._write(reasoning)
         if text:
             self._undim("\n\n")
         self._write(text)
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Leave the terminal as it was, wherever the answer ended."""
+        """End the answer, and reset the terminal's style."""
         self._undim("")
         self._flush()
         sys.stdout.flush()
@@ -133,13 +133,13 @@ def _terminal_width() -> int:
 
 
 class WordWrap:
-    """Lines that break between words, for text that comes in pieces.
+    """Breaks lines between words, for text that arrives in pieces.
 
-    The word at the end is held back until the next piece shows where it ends. A word wider than a line is broken.
-    A wide character, as Chinese has them, is a word.
+    The last word is retained until the next piece shows its end. A word wider than a line is broken. A wide character,
+    for example a Chinese one, is a word.
 
     Args:
-        width: cells of a line, read at each word because terminals change their size.
+        width: returns the cells of a line. It is called for each word, because the size of a terminal may change.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
@@ -148,7 +148,7 @@ class WordWrap:
         self._word = ""
 
     def feed(self, text: str) -> str:
-        """Take text in; returns what is to be written now."""
+        """Add text; returns the text to write now."""
         parts: list[str] = []
         for character in text:
             if character.isspace():
@@ -164,7 +164,7 @@ class WordWrap:
         return "".join(parts)
 
     def flush(self) -> str:
-        """The word that was held back, on a new line where it does not fit."""
+        """Return the retained word, on a new line if it does not fit."""
         word, self._word = self._word, ""
         num_cells = _cells(word)
         is_broken = self._column > 0 and self._column + num_cells > self._width()
@@ -176,7 +176,7 @@ class WordWrap:
             self._column = 0
             return character
         num_cells = _TAB_CELLS - self._column % _TAB_CELLS if character == "\t" else 1
-        if self._column + num_cells > self._width():  # the blank is at the end of a line, and the line break is it
+        if self._column + num_cells > self._width():  # a blank at the end of a line: the line break replaces it
             return ""
         self._column += num_cells
         return character
@@ -191,18 +191,18 @@ def _cells(text: str) -> int:
 
 
 class CtrlC:
-    """Ctrl-C as a chat means it: it stops what can be stopped, and is only noted anywhere else.
+    """Handler of Ctrl-C in a chat: it raises KeyboardInterrupt in stoppable sections, and is pending elsewhere.
 
-    So no interrupt comes between an answer and its being remembered, nor into the drawing of the prompt.
+    An interrupt therefore cannot come between an answer and its storage, or while the prompt is drawn.
     """
 
     def __init__(self) -> None:
         self._stops = False
-        self._is_noted = False
+        self._is_pending = False
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Until it is left, Ctrl-C means this. For the main thread, where Python has signals handled."""
+        """Install the handler while the context is open. Only for the main thread, which handles Python's signals."""
         before = signal.signal(signal.SIGINT, self._pressed)
         try:
             yield
@@ -211,34 +211,34 @@ class CtrlC:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """While it is open, Ctrl-C raises KeyboardInterrupt, once; one that was noted before does so now."""
+        """Context in which Ctrl-C raises KeyboardInterrupt, once. A pending Ctrl-C raises it at the beginning."""
         try:
             self._stops = True
-            self.raise_noted()
+            self.raise_pending()
             yield
         finally:
             self._stops = False
 
-    def raise_noted(self) -> None:
-        """Take account of one that came when nothing could be stopped."""
-        is_noted, self._is_noted = self._is_noted, False
-        if is_noted:
+    def raise_pending(self) -> None:
+        """Raise KeyboardInterrupt if a Ctrl-C is pending."""
+        is_pending, self._is_pending = self._is_pending, False
+        if is_pending:
             raise KeyboardInterrupt
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         if not self._stops:
-            self._is_noted = True
+            self._is_pending = True
             return
         self._stops = False
         raise KeyboardInterrupt
 
 
 class Terminal:
-    """A person at a terminal.
+    """Messages from a user at a terminal.
 
     Args:
-        words: what Tab completes at the beginning of a line.
-        ctrl_c: caught while this is used.
+        words: commands that Tab completes at the beginning of a line.
+        ctrl_c: handler of Ctrl-C, which must be installed.
     """
 
     is_terminal = True
@@ -264,16 +264,16 @@ class Terminal:
         return self._ctrl_c.stoppable()
 
     def _begin(self) -> None:
-        """The prompt is there, and takes Ctrl-C from now on; an earlier one counts as well."""
+        """Apply a pending Ctrl-C to the new prompt, which handles later ones itself."""
         from prompt_toolkit.application import get_app
 
         try:
-            self._ctrl_c.raise_noted()
-        except KeyboardInterrupt as noted:
-            get_app().exit(exception=noted)
+            self._ctrl_c.raise_pending()
+        except KeyboardInterrupt as pending:
+            get_app().exit(exception=pending)
 
     def _press(self, now_s: float) -> None:
-        """Ctrl-C at the prompt, whose line is gone; EOFError: it was the second one."""
+        """Handle Ctrl-C at the prompt, which discards the line; EOFError at the second one."""
         if now_s - self._pressed_s < LEAVE_S:
             raise EOFError
         self._pressed_s = now_s
@@ -289,7 +289,7 @@ def _session(words: Sequence[str], entries: list[str]) -> PromptSession[str]:
     from prompt_toolkit.output import create_output
 
     output: Any = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
-    output.enable_cpr = False  # it only serves menus, and terminals that do not answer get a warning
+    output.enable_cpr = False  # only menus need it, and some terminals print a warning for it
     return PromptSession(
         _PROMPT,
         history=InMemoryHistory(entries),
@@ -309,14 +309,14 @@ def _history_path() -> Path:
 
 
 class HistoryFile:
-    """History of earlier chats: a JSON string a line, for its owner's eyes. What cannot be kept is not."""
+    """History of earlier chats: a JSON string per line, readable by the user alone. Errors of the disk are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last = ""
 
     def entries(self) -> list[str]:
-        """The oldest first; forgets the older half of a long history."""
+        """All entries, the oldest first. Deletes the older half of a long history."""
         try:
             data = self._path.read_bytes()
             if len(data) > MAX_HISTORY_BYTES:
@@ -326,14 +326,14 @@ class HistoryFile:
             return []
         read: list[str] = []
         for line in data.splitlines():
-            with suppress(ValueError):  # half a line, of a disk that was full
+            with suppress(ValueError):  # a truncated line, from a full disk
                 entry = json.loads(line)
                 if isinstance(entry, str):
                     read.append(entry)
         return read
 
     def append(self, text: str) -> None:
-        """Remember an entry; not twice in a row."""
+        """Append an entry, unless it repeats the previous one."""
         line = json.dumps(text).encode() + b"\n"
         if not text.strip() or text == self._last or len(line) > MAX_ENTRY_BYTES:
             return
@@ -345,7 +345,7 @@ class HistoryFile:
                 file.write(line)
 
     def _replace(self, data: bytes) -> None:
-        """Another chat may be adding to it: whole or not at all."""
+        """Replace the file atomically, because another chat may append to it."""
         beside = self._path.with_suffix(f".{os.getpid()}")
         descriptor = os.open(beside, os.O_WRONLY | os.O_TRUNC | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "wb") as file:

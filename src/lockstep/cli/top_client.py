@@ -1,4 +1,4 @@
-"""Client of a running cluster: its snapshot, and threads that keep the newest state of it for `lockstep top`."""
+"""Client of a running cluster: reads its snapshot, and has threads that update it for `lockstep top`."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ from lockstep.server.request_rows import RequestList, RequestRow
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 SILENCE_LIMIT_S = 10.0
-"""A server that does not answer for so long is shown as gone."""
+"""Seconds without an answer after which a server is shown as unreachable."""
 MAX_EVENTS = 200
-"""The latest that are kept; no terminal shows more."""
+"""Maximum number of retained events, more than a terminal shows."""
 _EVENTS = "/v1/events?after=0" + "".join(f"&type={each}" for each in EVENTS if each not in ("step", LAGGED))
-"""All but steps, of which there are hundreds a second."""
+"""Path of all events except steps, of which there are hundreds per second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A server at one moment."""
+class ServerSnapshot:
+    """State of a server at one moment."""
 
     cluster: ClusterSnapshot
     stats: ClusterStats
     status: str
-    """``ready``, or another status of its health."""
+    """Status of its health, e.g. ``ready``."""
     version: str
     requests: tuple[RequestRow, ...] | None = None
-    """Newest first; None: the server does not list single requests."""
+    """Requests, the newest first; None: the server does not list single requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Input of a frame: readings, events and whether the server still answers."""
+    """Content of the screen: the newest state of the server, its events, and an error if it cannot be reached."""
 
     url: str
-    reading: Reading
+    server: ServerSnapshot
     events: tuple[ClusterEvent, ...] = ()
-    """Oldest first; empty: only those of the reading itself."""
-    trouble: str = ""
-    """Why nothing newer is known; empty: it is."""
+    """Events, the oldest first; empty: only the transitions of the cluster's snapshot are shown."""
+    error: str = ""
+    """Reason why the server cannot be reached; empty: it can."""
 
 
 def cluster_of(remote: RemoteServer) -> ClusterSnapshot:
-    """The state of a server's cluster; RemoteError states why there is none."""
+    """Read the snapshot of a server's cluster; RemoteError, with the reason, if that fails."""
     answer = remote.get("/v1/cluster")
     try:
         return msgspec.convert(answer, ClusterSnapshot)
     except msgspec.ValidationError as error:
         url = remote.target.url
-        raise RemoteError(f"{url} shows its cluster otherwise than this version reads it ({error})") from None
+        raise RemoteError(f"{url} returned a snapshot that this version cannot read ({error})") from None
 
 
-def take(remote: RemoteServer, interval_s: float) -> Reading:
-    """Read all that is shown of a server, rates over about an interval; RemoteError states why it does not answer."""
+def read_server(remote: RemoteServer, interval_s: float) -> ServerSnapshot:
+    """Read the state of a server, with rates over the interval; RemoteError, with the reason, if that fails."""
     cluster = cluster_of(remote)
     stats = decoded(remote.get_text(f"/v1/stats?window_s={min(interval_s, MAX_WINDOW_S)}")[1], ClusterStats)
     health = _object(remote.get_text("/health")[1])
     version = _object(remote.get_text("/version")[1])
     requests = decoded(remote.get_text("/v1/requests")[1], RequestList)
-    return Reading(
+    return ServerSnapshot(
         cluster,
         ClusterStats(None, None, None, (), ()) if stats is None else stats,
         str(health.get("status", "?")),
@@ -82,12 +82,12 @@ def take(remote: RemoteServer, interval_s: float) -> Reading:
 
 
 def transitions(cluster: ClusterSnapshot) -> tuple[ClusterEvent, ...]:
-    """Changes of tier in a snapshot, as events."""
+    """Tier changes of a snapshot, as events."""
     return tuple(ClusterEvent(0, each.at_s, "tier_changed", msgspec.to_builtins(each)) for each in cluster.transitions)
 
 
 def events_in(lines: Iterable[str]) -> Iterator[ClusterEvent]:
-    """Events of a stream of server-sent events; unknown data is skipped."""
+    """Events of a stream of server-sent events; invalid ones are skipped."""
     head: dict[str, Any] = {}
     for line in lines:
         name, _, value = line.partition(": ")
@@ -101,14 +101,14 @@ def events_in(lines: Iterable[str]) -> Iterator[ClusterEvent]:
 
 
 def decoded(text: str, struct: type[Struct]) -> Struct | None:
-    """The answer of a server; None where it is something else, such as the refusal of an older server."""
+    """Decode the answer of a server; None if it has another form, such as an error of an older server."""
     with suppress(msgspec.DecodeError):
         return msgspec.json.decode(text, type=struct)
     return None
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The JSON object that a text is; empty: it is none."""
+    """Parse a JSON object; empty if the text is not one."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -118,18 +118,18 @@ def _object(text: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class TopClient:
-    """Readings and events of one server as they come, from two threads that end with the process.
+    """Newest state and events of one server, updated by two daemon threads.
 
     Args:
         target: the server.
-        interval_s: between two readings, and between two tries where it is gone.
-        first: the first reading, which the caller took to check that the server can be reached.
-        changed: called by the threads whenever there is something new.
+        interval_s: seconds between two updates, and between two attempts to reach the server.
+        first: first state, which the caller has read to check that the server can be reached.
+        changed: called by the threads after each change.
     """
 
     target: Target
     interval_s: float
-    first: Reading
+    first: ServerSnapshot
     changed: Callable[[], None]
     _view: View = field(init=False)
     _events: deque[ClusterEvent] = field(init=False, default_factory=lambda: deque(maxlen=MAX_EVENTS))
@@ -140,11 +140,11 @@ class TopClient:
 
     def start(self) -> None:
         """Start both threads."""
-        for work, name in ((self._read, "readings"), (self._watch, "events")):
+        for work, name in ((self._read, "snapshots"), (self._watch, "events")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def view(self) -> View:
-        """The newest readings and events."""
+        """The newest state and events."""
         with self._lock:
             return replace(self._view, events=tuple(self._events))
 
@@ -153,27 +153,27 @@ class TopClient:
             while True:
                 time.sleep(self.interval_s)
                 try:
-                    reading = take(remote, self.interval_s)
+                    server = read_server(remote, self.interval_s)
                 except LockstepError as error:
                     with self._lock:
-                        self._view = replace(self._view, trouble=str(error))
+                        self._view = replace(self._view, error=str(error))
                 else:
                     with self._lock:
-                        self._view = View(self.target.url, reading)
+                        self._view = View(self.target.url, server)
                 self.changed()
 
     def _watch(self) -> None:
-        """Follow the events. A server that comes back counts them anew, so all of them are requested again."""
+        """Read the events. After a reconnection all events are requested again, because a new server numbers from 1."""
         with RemoteServer(self.target) as remote:
             while True:
                 try:
                     lines = remote.follow(_EVENTS)
-                    next(lines, "")  # a comment: it is connected
+                    next(lines, "")  # a comment, which the server sends at the connection
                     with self._lock:
                         self._events.clear()
                     for event in events_in(lines):
                         with self._lock:
                             self._events.append(event)
                 except LockstepError:
-                    pass  # the readings report it
+                    pass  # the other thread reports the error
                 time.sleep(self.interval_s)

@@ -1,4 +1,7 @@
-"""Layout of `lockstep ps` and `lockstep top`: tables, and sections of lines that fit a terminal of any size. Pure."""
+"""Layout of `lockstep ps` and `lockstep top`: tables, and sections of lines that fit a terminal of any size.
+
+All functions are pure, except that `to_ascii` changes its lines.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +23,32 @@ _ASCII = str.maketrans({"█": "#", "░": ".", "…": "~", "·": '"', "→": ">
 
 
 def text_of(value: Value, form: Callable[[float], str] = str) -> str:
-    """A value as a cell shows it: words as they are, a number by its format, and a mark for a value that is absent."""
+    """Text of a value in a cell: words unchanged, numbers in their format, and `ABSENT` for None."""
     if value is None:
         return ABSENT
     return printable(value) if isinstance(value, str) else form(value)
 
 
 class Column(NamedTuple, Generic[Row]):
-    """A column of a table."""
+    """Column of a table."""
 
     head: str
     rank: int
-    """Columns of the highest rank are left out first where a terminal is narrow."""
+    """Priority for narrow terminals: columns of the highest rank are left out first."""
     value: Callable[[Row], Value]
     form: Callable[[float], str] = str
-    """Text of a value that is a number."""
+    """Format of numbers."""
     width: int = 0
-    """Least width in cells, so that growing numbers do not move the columns beside them."""
+    """Minimum width in cells, so that growing numbers do not move other columns."""
     is_word: bool = False
     """True if the cells are aligned to the left."""
     style: str | Callable[[Row], str] = ""
-    """Style of a cell; an absent value and a zero are dim."""
+    """Style of a cell. Zeros and absent values are always dim."""
     key: Callable[[Row], Value] | None = None
-    """Value to sort rows by; None: the value itself."""
+    """Sort key of a row; None: its value."""
 
     def cell(self, row: Row) -> Text:
-        """The styled text of a row in this column."""
+        """Styled text of a row's cell in this column."""
         value = self.value(row)
         style = self.style if isinstance(self.style, str) else self.style(row)
         style = "dim" if value is None or value == 0 else style
@@ -53,7 +56,7 @@ class Column(NamedTuple, Generic[Row]):
 
 
 class Section(NamedTuple):
-    """Lines that are shown together; the rows that have no place are counted."""
+    """Lines that are shown together, with a count of the rows that do not fit."""
 
     head: Text | None
     rows: list[Text]
@@ -64,7 +67,7 @@ class Section(NamedTuple):
         return len(self.rows) + (self.head is not None)
 
     def fit(self, height: int) -> list[Text]:
-        """Lines of at most this height; none where not even a row has place below the head."""
+        """At most ``height`` lines; empty if the head and one row do not fit."""
         head = [] if self.head is None else [self.head]
         room = height - len(head)
         if room < 1:
@@ -74,15 +77,15 @@ class Section(NamedTuple):
         first = min(self.offset, len(self.rows) - room + 1)
         shown = self.rows[first : first + room - 1]
         below = len(self.rows) - first - len(shown)
-        told = f"… {below} more" if not first else f"… {first} above, {below} below"
-        return [*head, *shown, Text(told, "dim")]
+        hidden = f"… {below} more" if not first else f"… {first} above, {below} below"
+        return [*head, *shown, Text(hidden, "dim")]
 
 
-def grid(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int | None = None) -> list[Text]:
-    """A head and rows, each of at most ``width`` cells: the first column is narrowed, then columns are left out.
+def table_lines(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int | None = None) -> list[Text]:
+    """Lines of a table: a head and rows. If it is too wide, the first column is narrowed, then columns are left out.
 
     Args:
-        width: None: all columns are shown, none wider than its cells.
+        width: maximum cells of a line; None: all columns are shown, as wide as their widest cell.
     """
     table = [[Text(column.head) for column in columns], *([column.cell(row) for column in columns] for row in rows)]
     least = [0 if width is None else column.width for column in columns]
@@ -104,10 +107,12 @@ def grid(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int | None 
 
 
 def head_line(text: str, width: int) -> Text:
+    """Head of a table or section, filled to a width."""
     return Text(set_cell_size(text, width), "bold reverse")
 
 
-def beside(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
+def side_by_side(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
+    """Lines of two blocks next to each other; ``width`` is that of the left one in cells."""
     lines = []
     for one, other in zip_longest(left, right, fillvalue=Text()):
         line = one.copy()
@@ -117,7 +122,7 @@ def beside(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text
 
 
 def joined(parts: Sequence[Text], width: int) -> Text:
-    """Parts beside each other, as many as fit; the first one always."""
+    """Line of as many parts as fit, at least the first one."""
     line = Text()
     for part in parts:
         gap = GAP if line else ""
@@ -129,9 +134,13 @@ def joined(parts: Sequence[Text], width: int) -> Text:
 
 
 def allot(height: int, wants: Sequence[int]) -> list[int]:
-    """Lines of each of some sections: in their order a few, or what they want, then one each in turn.
+    """Distribute lines among sections; returns the height of each.
 
-    The first has a third of all lines before others have more than three.
+    In their order, sections get the height that they want, but at most three lines, and the first at most a third of
+    all lines. Remaining lines are given to sections one at a time, in turn.
+
+    Args:
+        wants: heights that the sections want.
     """
     heights = [0] * len(wants)
     left = max(0, height)
@@ -149,7 +158,7 @@ def allot(height: int, wants: Sequence[int]) -> list[int]:
 
 
 def to_ascii(lines: Sequence[Text]) -> list[Text]:
-    """The same lines for a terminal that has no other letters."""
+    """Replace the characters of lines by ASCII ones, in place."""
     for line in lines:
         line.plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode()
     return list(lines)

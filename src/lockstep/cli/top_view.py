@@ -1,4 +1,4 @@
-"""View of `lockstep top`: the state of a server as lines that fit a terminal of any size. Pure."""
+"""Screen of `lockstep top`: the state of a server as lines that fit a terminal of any size. All functions are pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lockstep.cli.top_layout import (
     Row,
     Section,
     allot,
-    beside,
-    grid,
     head_line,
     joined,
+    side_by_side,
+    table_lines,
     text_of,
 )
 from lockstep.cluster.budget import NO_LIMIT, memory_of
@@ -29,25 +29,25 @@ from lockstep.server.request_rows import RequestRow
 from lockstep.shown import duration, percent, printable, rate, size
 
 WIDE = 130
-"""Columns from which on sessions and events stand beside each other."""
-_TOP_BAR = 24
-"""Cells of a bar, at most."""
+"""Minimum width in cells at which sessions and events are side by side."""
+_MAX_BAR = 24
+"""Maximum width of a bar in cells."""
 SORTS = ("", "MODEL", "STATE", "RUN", "WAIT", "TOK/S", "TTFT p50", "p95", "KV", "HITS", "SESSIONS", "REQUESTS", "IDLE")
-"""Heads of columns that models are sorted by, in turn; empty: as the manifest has them."""
+"""Heads of columns that models can be sorted by, in the order of the key ``s``; empty: the manifest's order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ViewOptions:
-    """Choices of who looks."""
+    """Display options, which keys change."""
 
     sort: str = ""
     is_reversed: bool = False
     is_paused: bool = False
     offset: int = 0
-    """Models that were scrolled past."""
+    """Number of models above the visible ones."""
 
     def press(self, key: str, num_models: int) -> ViewOptions:
-        """The choices after a key; the same after one that means nothing."""
+        """Options after a key; unchanged for keys without a function."""
         if key in ("s", "S"):
             step = 1 if key == "s" else -1
             return replace(self, sort=SORTS[(SORTS.index(self.sort) + step) % len(SORTS)], offset=0)
@@ -60,16 +60,18 @@ class ViewOptions:
         return replace(self, offset=min(max(0, self.offset + moves.get(key, 0)), max(0, num_models - 1)))
 
 
-def frame(view: View, look: ViewOptions, width: int, height: int | None, keys: str = "") -> list[Text]:
-    """Lines of at most ``width`` cells; exactly ``height`` of them, or as many as it takes where that is None.
+def view_lines(view: View, options: ViewOptions, width: int, height: int | None, keys: str = "") -> list[Text]:
+    """Lines of the screen.
 
     Args:
-        keys: the last line; empty: none.
+        width: maximum cells of a line.
+        height: exact number of lines; None: as many as the content has.
+        keys: last line; empty: none.
     """
     head, foot = _header(view, width), [Text(keys, "dim")] if keys else []
-    if look.is_paused and foot:
+    if options.is_paused and foot:
         foot = [Text.assemble(("paused ", "bold yellow"), (keys, "dim"))]
-    memory, models = Section(None, _memory(view, width)), _models(view, look, width)
+    memory, models = Section(None, _memory(view, width)), _models(view, options, width)
     is_wide = width >= WIDE
     half = (width - len(GAP)) // 2 if is_wide else width
     sessions, events = _sessions(view, half), _events(view, half)
@@ -81,7 +83,7 @@ def frame(view: View, look: ViewOptions, width: int, height: int | None, keys: s
     for section, lines_of_it in zip(middle, heights[2:], strict=False):
         lines += section.fit(lines_of_it)
     if is_wide:
-        lines += beside(sessions.fit(heights[-1]), events.fit(heights[-1]), half)
+        lines += side_by_side(sessions.fit(heights[-1]), events.fit(heights[-1]), half)
     else:
         lines += [*sessions.fit(heights[-2]), *events.fit(heights[-1])]
     if height is not None:
@@ -94,14 +96,14 @@ def frame(view: View, look: ViewOptions, width: int, height: int | None, keys: s
 
 
 def _header(view: View, width: int) -> list[Text]:
-    reading, cluster, stats = view.reading, view.reading.cluster, view.reading.stats
+    server, cluster, stats = view.server, view.server.cluster, view.server.stats
     generated = [each.tokens_per_s for each in stats.engines if each.tokens_per_s is not None]
     first = [
         Text.assemble(("lockstep top", "bold"), GAP, (printable(cluster.cluster), "bold cyan")),
-        Text(printable(reading.status), STYLES.get(reading.status, "bold red")),
+        Text(printable(server.status), STYLES.get(server.status, "bold red")),
         *(Text(words) for words in _kernels(each.engine for each in cluster.replicas)),
         Text(f"up {text_of(stats.uptime_s, duration)}"),
-        Text(printable(reading.version)),
+        Text(printable(server.version)),
         Text(view.url, "dim"),
     ]
     in_engines = sum(engine.num_waiting for engine in stats.engines)
@@ -117,10 +119,10 @@ def _header(view: View, width: int) -> list[Text]:
         _number("promotions", cluster.counters.promotions),
         _number("demotions", cluster.counters.demotions),
     ]
-    told = [Text(printable(words), "yellow") for words in (*cluster.warnings, *cluster.reasons)]
-    notes = [*told[:2], *([Text(f"… {len(told) - 2} more", "dim")] if len(told) > 2 else [])]
-    trouble = [Text(f"trying again: {printable(view.trouble)}", "bold red")] if view.trouble else []
-    return [joined(first, width), *trouble, joined(second, width), *notes]
+    warnings = [Text(printable(words), "yellow") for words in (*cluster.warnings, *cluster.reasons)]
+    shown = [*warnings[:2], *([Text(f"… {len(warnings) - 2} more", "dim")] if len(warnings) > 2 else [])]
+    error = [Text(f"reconnecting: {printable(view.error)}", "bold red")] if view.error else []
+    return [joined(first, width), *error, joined(second, width), *shown]
 
 
 def _number(name: str, value: float | None, form: Callable[[float], str] = str, style: str = "bold") -> Text:
@@ -128,15 +130,15 @@ def _number(name: str, value: float | None, form: Callable[[float], str] = str, 
 
 
 def _kernels(engines: Iterable[EngineSnapshot | None]) -> Iterable[str]:
-    """Instruction set and threads of the loaded models' forward passes, each once."""
+    """Distinct pairs of instruction set and threads of the loaded models."""
     return dict.fromkeys(f"{each.isa}, {each.threads} threads" for each in engines if each and each.isa)
 
 
 def _memory(view: View, width: int) -> list[Text]:
-    """A bar for each budget and for each tier of the store."""
-    cells = max(8, min(_TOP_BAR, width - 60))
+    """A bar for each budget and for each tier of the KV store."""
+    cells = max(8, min(_MAX_BAR, width - 60))
     rows = []
-    for budget in view.reading.cluster.budgets:
+    for budget in view.server.cluster.budgets:
         if budget.effective_bytes is None and not budget.used_bytes:
             continue
         if budget.effective_bytes is None:
@@ -145,7 +147,7 @@ def _memory(view: View, width: int) -> list[Text]:
             continue
         bar = _bar(budget.used_bytes, budget.effective_bytes, cells)
         rows.append(Text.assemble((f"{printable(budget.name):<12}", "cyan"), bar))
-    for tier in view.reading.stats.tiers:
+    for tier in view.server.stats.tiers:
         bar = _bar(tier.num_bytes, tier.budget_bytes, cells)
         parts = [
             Text.assemble((f"{'kv on ' + printable(tier.name):<12}", "cyan"), bar),
@@ -167,39 +169,39 @@ def _bar(used: int, whole: int, cells: int) -> Text:
 
 
 def _table(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, empty: str = "") -> Section:
-    """A table as a section; in the place of no rows a few words."""
-    head, *lines = grid(columns, rows, width)
+    """Table as a section; without rows it has the text ``empty``."""
+    head, *lines = table_lines(columns, rows, width)
     return Section(head, lines or [Text(empty, "dim")])
 
 
-def _models(view: View, look: ViewOptions, width: int) -> Section:
-    mark = " ▲" if look.is_reversed else " ▼"
-    columns = [each._replace(head=each.head + mark) if each.head == look.sort else each for each in MODELS]
-    rows = model_rows(view.reading.cluster, view.reading.stats.engines)
-    return _table(columns, _sorted(rows, look), width)._replace(offset=look.offset)
+def _models(view: View, options: ViewOptions, width: int) -> Section:
+    mark = " ▲" if options.is_reversed else " ▼"
+    columns = [each._replace(head=each.head + mark) if each.head == options.sort else each for each in MODELS]
+    rows = model_rows(view.server.cluster, view.server.stats.engines)
+    return _table(columns, _sorted(rows, options), width)._replace(offset=options.offset)
 
 
-def _sorted(rows: list[ModelRow], look: ViewOptions) -> list[ModelRow]:
-    """Numbers from the largest, words from A; what has no value is last, and ties stay as the manifest has them."""
-    column = next((each for each in MODELS if each.head == look.sort), None)
+def _sorted(rows: list[ModelRow], options: ViewOptions) -> list[ModelRow]:
+    """Sort numbers from the largest and words from A. Absent values are last, and ties have the manifest's order."""
+    column = next((each for each in MODELS if each.head == options.sort), None)
     if column is None:
-        return rows[::-1] if look.is_reversed else rows
+        return rows[::-1] if options.is_reversed else rows
     key = column.key or column.value
     known = [(value, row) for row in rows if (value := key(row)) is not None]
-    known.sort(key=lambda each: each[0], reverse=column.is_word == look.is_reversed)
+    known.sort(key=lambda each: each[0], reverse=column.is_word == options.is_reversed)
     return [row for _, row in known] + [row for row in rows if key(row) is None]
 
 
 def _hosts(view: View, width: int) -> list[Section]:
-    """Hosts, and the replicas on them; none where everything runs on one machine."""
-    cluster = view.reading.cluster
+    """Sections of hosts and of their replicas; empty if all models run on one machine."""
+    cluster = view.server.cluster
     hosts = [_table(HOSTS, cluster.hosts, width)] if cluster.hosts else []
     return hosts + ([_table(REPLICAS, cluster.places, width)] if cluster.places else [])
 
 
 def _requests(view: View, width: int) -> list[Section]:
-    """Requests that are answered and were, the newest first; none where the server does not list them."""
-    requests = view.reading.requests
+    """Section of running and finished requests, the newest first; empty if the server does not list requests."""
+    requests = view.server.requests
     if requests is None:
         return []
     section = _table(REQUESTS, requests, width, "none yet")
@@ -207,24 +209,24 @@ def _requests(view: View, width: int) -> list[Section]:
 
 
 def _replayed(requests: Sequence[RequestRow]) -> list[Text]:
-    """The command that replays the newest request that is in a recording, where this caller may know it."""
+    """Line with the command that replays the newest recorded request; empty if the caller may not see commands."""
     for each in requests:
         for place in each.replay:
             if place.command is not None:
-                told = f"{printable(place.command)}  (sequence {place.sequence} from step {place.step})"
-                return [Text.assemble((f"replay of {printable(each.id)}: ", "dim"), told)]
+                command = f"{printable(place.command)}  (sequence {place.sequence} from step {place.step})"
+                return [Text.assemble((f"replay of {printable(each.id)}: ", "dim"), command)]
     return []
 
 
 def _sessions(view: View, width: int) -> Section:
-    """Named sessions, the last used first."""
-    sessions = sorted(view.reading.cluster.sessions, key=lambda session: session.idle_s)
-    return _table(SESSIONS, sessions, width, "none is named")
+    """Section of named sessions, the last used first."""
+    sessions = sorted(view.server.cluster.sessions, key=lambda session: session.idle_s)
+    return _table(SESSIONS, sessions, width, "none yet")
 
 
 def _events(view: View, width: int) -> Section:
-    """Events, the latest first; the changes of tier that the snapshot has, where there are no others."""
-    events = view.events or transitions(view.reading.cluster)
+    """Section of events, the latest first; without events, of the snapshot's tier changes."""
+    events = view.events or transitions(view.server.cluster)
     lines = [_event(event) for event in reversed(events)]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
@@ -235,12 +237,12 @@ def _event(event: ClusterEvent) -> Text:
     fields = {name: value for name, value in event.fields.items() if name not in ("at_s", "replica")}
     took = fields.pop("duration_ms", None)
     if event.type == "tier_changed":
-        told = f"{fields.get('model')} {fields.get('from')} → {fields.get('to')}, {fields.get('reason')}"
+        text = f"{fields.get('model')} {fields.get('from')} → {fields.get('to')}, {fields.get('reason')}"
     elif event.type == "hop":
-        told = f"{fields.get('model')} → {fields.get('target')}"
+        text = f"{fields.get('model')} → {fields.get('target')}"
     else:
-        told = GAP.join(f"{name} {value}" for name, value in fields.items() if value is not None)
+        text = GAP.join(f"{name} {value}" for name, value in fields.items() if value is not None)
     tail = f", {took:,.0f} ms" if isinstance(took, int | float) and took >= 1 else ""
     style = "bold red" if event.type in ("kv_rejected", "worker_restarted") else "cyan"
     clock = time.strftime("%H:%M:%S", time.localtime(event.at_s))
-    return Text.assemble((clock, "dim"), GAP, (printable(event.type), style), GAP, printable(told + tail))
+    return Text.assemble((clock, "dim"), GAP, (printable(event.type), style), GAP, printable(text + tail))

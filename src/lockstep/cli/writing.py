@@ -1,4 +1,4 @@
-"""Files that commands write: checked before the work begins, with a message for each failure."""
+"""Output files of commands: they are checked before the work begins, and errors have messages."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 from lockstep.errors import UsageError
 
 OutputFile = tuple[Path | None, str]
-"""Path of something to be written, None for nowhere, and what it is called."""
+"""Path of an output file, None if it is not written, and its name in messages, with an article."""
 
 
 def expanded(path: Path | None) -> Path | None:
-    """A path as a user means it: ``~`` is home, also where no shell has seen it."""
+    """The path with ``~`` replaced by the home directory, also if no shell has done so."""
     return None if path is None else path.expanduser()
 
 
-def check_outputs(places: Iterable[OutputFile], inputs: Iterable[Path | str | None] = ()) -> None:
-    """Refuse what cannot be written, before an hour's work and not after it. Folders that are missing are no fault:
-    `make_folder` makes them.
+def check_outputs(outputs: Iterable[OutputFile], inputs: Iterable[Path | str | None] = ()) -> None:
+    """Check that output files can be written, before the work begins. Missing folders are valid: `make_folder` creates
+    them.
 
     Args:
-        inputs: what the command reads: files, directories whose files it reads, or None.
+        inputs: files that the command reads, directories whose files it reads, or None.
 
     Raises:
-        UsageError: nothing can be written at one of the places, it holds what is read, or two are the same.
+        UsageError: an output cannot be written, is also an input, or is the same file as another output.
     """
     read = [file for path in inputs if path is not None for file in _files(Path(path).expanduser())]
     taken: dict[Path, str] = {}
-    for path, what in places:
+    for path, what in outputs:
         if path is None:
             continue
         try:
@@ -39,14 +39,14 @@ def check_outputs(places: Iterable[OutputFile], inputs: Iterable[Path | str | No
             raise UsageError(f"{path}: {what} cannot be written there: {error.strerror}") from None
         for file in read:
             if _is_same(path, file):
-                raise UsageError(f"{path}: {what} cannot be written there: {file} is read from; name another file")
+                raise UsageError(f"{path}: {what} cannot be written there: {file} is an input; give another file")
         other = taken.setdefault(path.resolve(), what)
         if other != what and (path.is_file() or not path.exists()):
-            raise UsageError(f"{path}: {what} cannot be written there: it is where {other} goes; name another file")
+            raise UsageError(f"{path}: {what} cannot be written there: {other} has the same path; give another file")
 
 
 def make_folder(path: Path, what: str) -> None:
-    """Make the folder that a file is to be in; UsageError where that cannot be done."""
+    """Create the folder of an output file; UsageError if it cannot be created."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,11 +54,11 @@ def make_folder(path: Path, what: str) -> None:
 
 
 def write_file(path: Path, data: bytes, what: str, note: str = "") -> None:
-    """Write a file whole, in a folder that may have to be made, and say so; UsageError where that cannot be done.
+    """Write a file, create its folder if needed, and report it on standard error; UsageError if it cannot be written.
 
     Args:
-        what: it is called, with its article.
-        note: ends the line on standard error.
+        what: name of the file in messages, with an article.
+        note: end of the line on standard error.
     """
     make_folder(path, what)
     try:
@@ -71,16 +71,16 @@ def write_file(path: Path, data: bytes, what: str, note: str = "") -> None:
 def _check(path: Path, what: str) -> None:
     no = f"{path}: {what} cannot be written there"
     if path.is_dir():
-        raise UsageError(f"{no}: it is a directory; name a file in it")
+        raise UsageError(f"{no}: it is a directory; give a file in it")
     folder = next(each for each in path.absolute().parents if os.path.lexists(each))
     if not folder.is_dir():
-        raise UsageError(f"{no}: {folder} is no directory; name a file in one")
+        raise UsageError(f"{no}: {folder} is not a directory; give a file in a directory")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"{no}: it may not be written to")
+        raise UsageError(f"{no}: you have no permission to write to it")
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Files of a path: itself, or all files in it. A path that cannot be listed fails when it is read."""
+    """The file of a path, or all files of a directory; empty if it cannot be listed, which fails later, at reading."""
     try:
         if path.is_dir():
             yield from sorted(path.iterdir())
@@ -91,8 +91,8 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_same(path: Path, file: Path) -> bool:
-    """True if two names are one file: links are followed."""
+    """True if two paths are the same file, also through links."""
     try:
         return path.samefile(file)
-    except OSError:  # one of them is not there
+    except OSError:  # one of them does not exist
         return False

@@ -77,7 +77,7 @@ def parse(
             author_check.hosts(draft.hosts, reading)
     if reading.problems:
         raise ManifestError(sorted(reading.problems, key=lambda problem: problem.line), name)
-    return draft.manifest(tuple(map(str, reading.notes)))
+    return draft.manifest(tuple(map(str, reading.warnings)))
 
 
 def dump(manifest: Manifest) -> str:

@@ -144,7 +144,7 @@ def size(low: int = 0, *, is_budget: bool = False) -> Reader:
         if num_bytes < low:
             raise ConfigError("is 0; it must be larger than 0")
         if note:
-            node.reading.note(node.where, note)
+            node.reading.warn(node.where, note)
         return num_bytes
 
     return read

@@ -1,7 +1,7 @@
-"""The embedded demo model: where its artifact lies, and the personas that it was trained to take.
+"""The embedded demo model: the path of its artifact, and the personas of its training.
 
 A persona is a system message that follows the conversation (`persona: suffix`), so that a router and its specialists
-share the conversation's prefix. Nothing here loads the model.
+share the conversation's prefix. This module does not load the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 INTENTS = ("billing", "technical", "legal", "none")
-"""The ids that the router persona answers with; `none` is for requests that no specialist handles."""
+"""Answers of the router persona; `none` is for requests that no specialist handles."""
 
 ROUTER_PERSONA = "Route the last user message. Answer with one word: billing, technical, legal or none."
 
@@ -50,7 +50,7 @@ DEMO_MESSAGES = {
     "Is a binding arbitration clause enforceable under California consumer law": "legal",
     "What is the capital of France": "none",
 }
-"""Requests for a first look, each with the intent that the router answers."""
+"""Example requests, each with the router's answer."""
 
 
 def demo_path() -> Path:

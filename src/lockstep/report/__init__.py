@@ -1,1 +1,1 @@
-"""Reports: documents of figures as values, and their writers for terminals, Markdown and single-file pages."""
+"""Reports: documents as values, and their writers for terminals, Markdown and single-file HTML pages."""

@@ -1,8 +1,8 @@
-"""Documents of figures: sections of tables, tiles, charts and findings, independent of their writer.
+"""Documents of reports: sections of tables, tiles, charts and findings, independent of their writer.
 
-A document has content and no layout: numbers keep their value, and their style gives the number of significant digits;
-writers align, escape and draw. Writers of text leave out what only a page can show (tiles, charts, folded tables).
-Programs do not read documents: their JSON has the values that documents are made from.
+A document has content and no layout: numbers have their full value, and their style gives the number of significant
+digits. Writers align, escape and draw. Writers of text leave out blocks that only an HTML page can show (tiles, charts,
+folded tables). Documents are for people; programs read the JSON with the values that documents are made from.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from typing import Any, Literal, NamedTuple
 from lockstep.shown import printable
 
 ABSENT = "-"
-"""Text in the place of a value that there is not."""
+"""Text of an absent value."""
 
 
 class Style(Enum):
-    """Form of a written number."""
+    """Format of a number."""
 
     EXACT = "exact"
-    """Thousands apart; a fraction with six decimals, without zeros at the end."""
+    """Separated thousands, and up to six decimals without zeros at the end."""
     SHORT = "short"
-    """Four significant digits, or all of a whole number: for speeds and times."""
+    """Four significant digits, or all digits of a whole number; for speeds and times."""
     GENERAL = "general"
-    """Six significant digits."""
+    """Six significant digits, with separated thousands."""
 
 
 class Number(NamedTuple):
-    """A number as it is read."""
+    """Number with its format."""
 
     value: float
     style: Style = Style.EXACT
     unit: str = ""
-    """Written behind it: ``%`` or a word."""
+    """Unit after the number: ``%`` or a word; empty: none."""
 
 
 class Flag(NamedTuple):
-    """The mark of a row that is better than others."""
+    """Mark of a row that is better than others."""
 
     is_set: bool
     meaning: str
-    """Words for the mark on a page."""
+    """Description of the mark on an HTML page."""
     badge: str = ""
-    """A distinction beside it; only on pages."""
+    """Label beside the mark; only on HTML pages."""
 
 
 class Remark(NamedTuple):
-    """Words in the place of all further cells of a row. Text has them among its notes."""
+    """Words that replace all further cells of a row. Writers of text have them among the document's notes."""
 
     text: str
 
 
 class Strip(NamedTuple):
-    """A distribution as a strip from 0 to ``whole``; only on pages."""
+    """Distribution that is drawn as a strip from 0 to ``whole``; only on HTML pages."""
 
     p50: float
     p90: float
@@ -63,10 +63,10 @@ class Strip(NamedTuple):
     mean: float
     whole: float
     side: str = ""
-    """``a`` or ``b`` where two are compared."""
+    """Side of a comparison, ``a`` or ``b``; empty: there is no comparison."""
 
-    def place(self, value: float) -> float:
-        """Percent of the strip's width."""
+    def position(self, value: float) -> float:
+        """Position of a value, in percent of the strip's width."""
         return round(100 * value / self.whole, 2)
 
 
@@ -74,15 +74,15 @@ Cell = str | Number | Flag | Remark | Strip
 
 
 class Column(NamedTuple):
-    """Name and kind of the cells below each other."""
+    """Column of a table."""
 
     name: str
     kind: Literal["word", "number", "change", "alarm", "strip"] = "number"
-    """``change``: by how much two of the others differ; ``alarm``: words that report a loss."""
+    """Kind of the cells. ``change`` is the difference of two other columns; ``alarm`` is words that report a loss."""
 
     @property
     def is_word(self) -> bool:
-        """True if it stands to the left."""
+        """True if the cells are aligned to the left."""
         return self.kind in ("word", "alarm")
 
 
@@ -103,53 +103,53 @@ def changes(*names: str) -> tuple[Column, ...]:
 
 @dataclass(slots=True)
 class Table:
-    """Rows under their columns' names."""
+    """Table: columns and rows."""
 
     title: str
     columns: tuple[Column, ...]
     rows: list[tuple[Cell, ...]] = field(default_factory=list)
     id: str = ""
-    """Of its element in a page."""
+    """Id of the table's element on an HTML page."""
     rows_per_head: int = 1
-    """Rows that share the first cell of the first of them."""
+    """Number of rows that share a first cell."""
     can_sort: bool = False
-    """Whether a page sorts it by a head that is clicked at."""
+    """True if a click on a column's head sorts the table on an HTML page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables that belong together. Those of two columns stand beside each other, wider ones below each other."""
+    """Group of tables. Tables with two columns are side by side, and wider ones below each other."""
 
     tables: Sequence[Table]
     id: str = ""
 
 
 class Tile(NamedTuple):
-    """One of the most important figures, in large type."""
+    """One of the most important values, in large type."""
 
     label: str
     value: str
     more: str = ""
-    """A second figure beside it, small."""
+    """Second value beside it, in small type."""
     other: tuple[str, str] | None = None
-    """Value and more of the other side of a comparison."""
+    """``value`` and ``more`` of the other side of a comparison; None: there is no comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The figures at the head of a page."""
+    """Values at the head of an HTML page."""
 
     tiles: Sequence[Tile]
 
     @property
     def num_columns(self) -> int:
-        """Columns of tiles that leave the fewest gaps."""
+        """Number of columns with the fewest gaps in the last row."""
         return min(4, 5, 3, key=lambda columns: -len(self.tiles) % columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """A few sentences. Text in backquotes is something to type."""
+    """Sentences. Text in backquotes is a command or a value to type."""
 
     text: str
     kind: Literal["plain", "hint"] = "plain"
@@ -157,24 +157,24 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a search; the fields are written in this order."""
+    """Result of a search. Its fields are written in this order."""
 
     verdict: str
-    """Whether, and where."""
+    """Whether a difference was found, and its location."""
     reasons: tuple[str, ...] = ()
-    """Why, a sentence each."""
+    """Reasons, one sentence each."""
     states: tuple[str, ...] = ()
-    """Circumstances in which it was found."""
+    """States of both sides at the difference."""
     table: Table | None = None
     hint: str = ""
-    """Reading aid for the table; only on pages."""
+    """Explanation of the table; only on HTML pages."""
     rest: tuple[str, ...] = ()
-    """Causes, and ways to see it again."""
+    """Causes, and commands that show the difference again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A table that opens when it is requested; only on pages."""
+    """Table that is folded until a click opens it; only on HTML pages."""
 
     summary: str
     table: Table
@@ -182,97 +182,98 @@ class Folded:
 
 
 class Series(NamedTuple):
-    """A line of a chart, one for each side of its timeline."""
+    """Line of a chart; in a comparison, one line per side."""
 
     label: str
     color: str
-    """Name of a colour of pages; sides of a comparison have their own."""
+    """Name of a colour of the page's style. In a comparison, the sides have their own colours."""
     column: str
     """Name of the column of each side's data."""
     base: str = ""
-    """Name of a column that it stands on; empty: none."""
+    """Name of the column that the line is stacked on; empty: none."""
 
 
 class Chart(NamedTuple):
-    """One of the pictures of a timeline."""
+    """Chart of a timeline."""
 
     id: str
     title: str
     summary: str
     series: tuple[Series, ...] = ()
-    """Lines over time; none: the chart of single requests."""
+    """Lines over time; empty: the chart shows single requests."""
     height: int = 0
     limit: tuple[str, str] | None = None
-    """Name of a capacity of each side, and its label; drawn as a dashed line."""
+    """Name and label of a capacity of each side, which is drawn as a dashed line; None: no capacity."""
     has_band: bool = True
-    """Whether extremes are drawn around a line whose side is sampled."""
+    """True if the range of values is drawn around the lines of a sampled side."""
     has_marks: bool = False
-    """Whether ticks with a preemption are marked."""
+    """True if ticks with a preemption are marked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Charts over one axis of time; only on pages."""
+    """Charts with a common axis of time; only on HTML pages."""
 
     charts: Sequence[Chart]
     data: Mapping[str, Any]
-    """Data of the page's script, columns by name (assets/timeline.js)."""
+    """Data of the page's script, as columns by name (assets/timeline.js)."""
     has_times: bool
-    """Whether the axis may count time, beside ticks."""
+    """True if the axis can show time, in addition to ticks."""
     sampling: str
-    """Sentence on what the charts leave out."""
+    """Sentence about ticks that the charts leave out."""
 
 
 class Axis(NamedTuple):
-    """A figure that a scatter can show."""
+    """Metric that can be an axis of a scatter plot."""
 
     name: str
     label: str
     short: str
-    """Its label in text."""
+    """Label in text output."""
     better: Literal["more", "less"]
 
 
 class Point(NamedTuple):
-    """One of several candidates, by its figures."""
+    """Candidate with its metrics, a point of a scatter plot."""
 
     label: str
     figures: Mapping[str, float]
+    """Values by the name of the metric."""
     is_best: bool = False
-    """Whether no other beats it in what was requested."""
+    """True if no other candidate is better in all objectives."""
     is_chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Candidates as points of any two figures; in text of the first two."""
+    """Scatter plot of candidates. An HTML page can show any two metrics; text shows the first two."""
 
     axes: Sequence[Axis]
-    """None: nothing is drawn, but a page can still sort its table of candidates."""
+    """Metrics; empty: no plot is drawn, but an HTML page can still sort its table of candidates."""
     points: Sequence[Point]
     chosen: str = ""
-    """Meaning of being chosen; empty: none is."""
+    """Label of chosen points; empty: no point is chosen."""
 
     @property
     def first(self) -> tuple[Axis, Axis]:
-        """Across, and up."""
+        """Horizontal and vertical axis in text."""
         return self.axes[0], self.axes[min(1, len(self.axes) - 1)]
 
 
 class Line(NamedTuple):
-    """One line of a plot."""
+    """Line of a plot."""
 
     label: str
     color: str
-    """Name of a colour of pages: ``a`` and ``b`` are the sides of a comparison."""
+    """Name of a colour of the page's style: ``a`` and ``b`` are the sides of a comparison."""
     points: Sequence[tuple[float, float]]
-    """From left to right."""
+    """Points (x, y) from left to right."""
     band: Sequence[tuple[float, float, float]] = ()
-    """A position and the range that is shaded around the line there."""
+    """Shaded range around the line: (x, low, high)."""
 
 
 class Level(NamedTuple):
-    """A horizontal line with words at it."""
+    """Horizontal line with a label."""
 
     label: str
     value: float
@@ -280,23 +281,24 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Lines over two axes that need no script; only on pages."""
+    """Plot of lines that is drawn without a script; only on HTML pages."""
 
     title: str
     summary: str
-    """What it shows, for who cannot see it."""
+    """Description of the plot for screen readers."""
     x: str
-    """What the axis across counts."""
+    """Label of the horizontal axis."""
     y: str
+    """Label of the vertical axis."""
     lines: Sequence[Line]
     levels: Sequence[Level] = ()
     is_log: bool = False
-    """Whether the axis across is logarithmic; positions are above 0 then."""
+    """True if the horizontal axis is logarithmic; all positions are then above 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plots:
-    """Plots beside each other."""
+    """Plots side by side."""
 
     plots: Sequence[Plot]
     id: str = ""
@@ -312,33 +314,33 @@ class Section:
     title: str
     blocks: tuple[Block, ...]
     id: str = ""
-    """Of its element in a page."""
+    """Id of the section's element on an HTML page."""
 
 
 class Lead(NamedTuple):
-    """Subject of a document in a sentence."""
+    """Sentence about the subject of a document."""
 
     text: str
     code: str = ""
-    """Fingerprint behind it, to be copied."""
+    """Fingerprint after the sentence, for copying; empty: none."""
     side: str = ""
-    """A letter where two are compared."""
+    """Letter of the side of a comparison; empty: there is no comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A report."""
+    """Content of a report."""
 
     title: str
     sections: Sequence[Section]
     leads: Sequence[Lead] = ()
     verdict: str = ""
     notes: Sequence[str] = ()
-    """Caveats beside the figures."""
+    """Caveats about the values."""
 
 
 def format_number(value: float, style: Style = Style.EXACT) -> str:
-    """A number in its style."""
+    """Text of a number in a style."""
     if style is Style.GENERAL:
         return f"{value:,g}"
     is_whole = value == int(value)
@@ -348,7 +350,7 @@ def format_number(value: float, style: Style = Style.EXACT) -> str:
 
 
 def cell_text(cell: Cell) -> str:
-    """A cell in words; empty for what only a page can show."""
+    """Text of a cell; empty for cells that only an HTML page can show."""
     match cell:
         case str():
             return printable(cell)

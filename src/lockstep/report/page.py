@@ -1,7 +1,7 @@
-"""Documents as HTML files that need nothing but themselves: a template, its data, the scripts and the style within.
+"""Writer of documents as self-contained HTML files, with their data, scripts and style.
 
-What comes from outside is escaped: text by the template, data by `_json_for_script`. A page's policy forbids it the
-network and every script but its own, which are named by their digests.
+The template escapes texts, and `_json_for_script` escapes data. A page's content security policy forbids network access
+and all scripts except its own, which the policy lists by their digests.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lockstep.vendored import read_vendored
 from lockstep.version import __version__
 
 _PLOTS, _PLOT_STYLE = "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css"
-"""Others' code that pages with a timeline carry."""
+"""Third-party files that pages with a timeline include."""
 
 
 def to_html(document: Document) -> str:
-    """A whole page; equal documents give the same."""
+    """The document as an HTML page. Equal documents give equal pages."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
     from markupsafe import Markup
 
@@ -59,7 +59,7 @@ def to_html(document: Document) -> str:
         "css_class": _css_class,
         "kind": _kind,
     }
-    # Only files of this package and escaped JSON are markup.
+    # Only files of this package and escaped JSON are inserted without escaping.
     return environment.get_template("page.html.jinja").render(
         page=document,
         sections=list(filter(_has_content, document.sections)),
@@ -73,7 +73,7 @@ def to_html(document: Document) -> str:
 
 
 def _charts(document: Document) -> Iterator[tuple[Timeline | Scatter, Mapping[str, Any]]]:
-    """Blocks that scripts draw, at most one of each kind, with their data."""
+    """Blocks that scripts draw, with their data; at most one of each kind."""
     for section in document.sections:
         for block in section.blocks:
             if isinstance(block, Timeline):
@@ -105,7 +105,7 @@ def _scatter_data(block: Scatter) -> dict[str, Any]:
 
 
 def _has_content(section: Section) -> bool:
-    """True if there is more to show than empty tables."""
+    """True if a section has more than empty tables."""
     return any(not isinstance(block, Table | Tables) or not _is_empty(block) for block in section.blocks)
 
 
@@ -114,7 +114,7 @@ def _is_empty(block: Table | Tables) -> bool:
 
 
 def _kind(value: object) -> str:
-    """Type of a block or a cell, by which the template chooses."""
+    """Name of the type of a block or a cell, for the template."""
     return type(value).__name__
 
 
@@ -125,7 +125,11 @@ def _css_class(cell: object, column: Column) -> str:
 
 
 def policy_of(scripts: Iterable[str], styles: Iterable[str], *more: str) -> str:
-    """Policy by which a browser runs only these scripts and styles of a page; ``more`` has further rules."""
+    """Content security policy of a page that permits only the given scripts and styles.
+
+    Args:
+        more: further rules.
+    """
 
     def digests(texts: Iterable[str]) -> str:
         found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
@@ -145,6 +149,6 @@ def _asset(name: str) -> str:
 
 
 def _json_for_script(data: Mapping[str, Any]) -> str:
-    """JSON in which no sequence of characters ends a script element or begins a comment."""
+    """JSON that is safe in a script element: it cannot end the element or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

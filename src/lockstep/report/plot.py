@@ -1,4 +1,4 @@
-"""Plots as SVG: lines, shaded ranges and levels over two axes, drawn without a script."""
+"""Writer of plots as SVG: lines, shaded ranges and levels over two axes, without a script."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lockstep.report.document import Level, Line, Plot
 from lockstep.shown import printable
 
 WIDTH, HEIGHT = 400, 250
-"""About as wide as it is shown, on a telephone too, so that its words keep their size."""
+"""Size of a plot. The width is about that on the screen, also of a telephone, so that text has its usual size."""
 LEFT, RIGHT, TOP, BOTTOM = 54, 20, 12, 42
-"""Margins for the axes' words."""
+"""Margins of a plot for the labels of its axes."""
 _NUM_TICKS = 5
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
 Scale = Callable[[float], float]
 
 
 def to_svg(plot: Plot) -> str:
-    """A plot as an SVG element; empty where there is no point."""
+    """A plot as an SVG element; empty if its lines have no points."""
     xs = [x for line in plot.lines for x, _ in line.points]
     if not xs:
         return ""
@@ -38,7 +38,7 @@ def to_svg(plot: Plot) -> str:
 
 
 def ticks(low: float, high: float, count: int = _NUM_TICKS) -> list[float]:
-    """Round numbers from low to high, about so many of them."""
+    """About ``count`` round numbers from low to high."""
     rough = (high - low) / count
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(each * magnitude for each in _ROUND if each * magnitude >= rough * (1 - 1e-9))
@@ -47,7 +47,7 @@ def ticks(low: float, high: float, count: int = _NUM_TICKS) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Round numbers from low to high: 1, 10, 100 and so on, in a narrow range also 2 and 5 times each."""
+    """The numbers 1, 10, 100 and so on from low to high; in a narrow range also 2 and 5 times each."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     between = (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)
     return [each * 10.0**power for power in powers for each in between if low <= each * 10.0**power <= high]

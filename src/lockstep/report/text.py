@@ -1,4 +1,4 @@
-"""Documents as text: drawn by rich on a terminal, plain Markdown anywhere else."""
+"""Writer of documents as text: drawn by rich on a terminal, as Markdown elsewhere."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ PLOT_HEIGHT = 15
 
 
 def show(document: Document, out: TextIO | None = None) -> None:
-    """Write a document: its headline, its blocks, its notes.
+    """Write a document: its title, its blocks and its notes.
 
     Args:
-        out: default: standard output.
+        out: stream to write to; None: standard output.
     """
     out = sys.stdout if out is None else out
     if not out.isatty():
@@ -53,7 +53,7 @@ def show(document: Document, out: TextIO | None = None) -> None:
 
 
 def show_block(block: Block, out: TextIO | None = None) -> None:
-    """Write one block by itself."""
+    """Write one block; ``out`` is as in `show`."""
     out = sys.stdout if out is None else out
     if out.isatty():
         _draw(block, _console(out))
@@ -68,7 +68,7 @@ def to_markdown(document: Document) -> str:
 
 
 def to_lines(table: Table) -> str:
-    """A table as plain lines with its columns two spaces apart: for figures of this machine, read once."""
+    """A table as plain lines, with two spaces between its columns."""
     columns, rows = _without_pictures(table)
     lines = [[printable(column.name) for column in columns], *rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
@@ -78,9 +78,10 @@ def to_lines(table: Table) -> str:
 def scatter_lines(
     points: Sequence[Point], x: Axis, y: Axis, width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT
 ) -> list[str]:
-    """Points as lines of text, with the least and the greatest value at each axis.
+    """Scatter plot as lines of text, with the smallest and the largest value at each axis.
 
-    Where several fall on one place, the best is seen, then the first. Empty: no point has both figures.
+    If several points have the same position, a best one is shown, otherwise the first. The result is empty if no point
+    has both metrics.
     """
     there = [point for point in points if x.name in point.figures and y.name in point.figures]
     if not there:
@@ -113,7 +114,7 @@ def _blocks(document: Document) -> Iterator[Block]:
 
 
 def _finding_markdown(finding: Finding) -> str:
-    """Lines that stay lines where Markdown is drawn, too: a list of reasons, and paragraphs."""
+    """A finding as Markdown whose lines also stay separate when it is rendered: a list of reasons, and paragraphs."""
     reasons = "\n".join(f"- {_escaped(reason)}" for reason in finding.reasons)
     table = "" if finding.table is None else _table_markdown(finding.table)
     parts = [_escaped(finding.verdict), reasons, *map(_escaped, finding.states), table, *map(_escaped, finding.rest)]
@@ -121,7 +122,7 @@ def _finding_markdown(finding: Finding) -> str:
 
 
 def _scatter_text(block: Scatter) -> str:
-    """Plot with an empty line on either side; nothing where there are no two points to compare."""
+    """Plot between two empty lines; empty if there are fewer than two points."""
     if not block.axes:
         return ""
     there = [point for point in block.points if all(axis.name in point.figures for axis in block.first)]
@@ -165,7 +166,7 @@ def _draw(block: Block, console: Console) -> None:
 
 
 def _drawn(table: Table) -> RichTable:
-    """Cells that are too long for the terminal are folded, never cut."""
+    """A table for the terminal, whose long cells are folded and never cut."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -181,7 +182,7 @@ def _drawn(table: Table) -> RichTable:
 
 
 def _style(cell: str) -> str:
-    """Style of a difference: neither sign is better as such, so both are only made visible."""
+    """Style of a difference. It is the same for both signs, because neither is always better."""
     return "cyan" if cell != ABSENT and cell.startswith(("+", "-", "differs")) else ""
 
 
@@ -205,7 +206,7 @@ def _markdown(block: Block) -> str:
 
 
 def _table_markdown(table: Table) -> str:
-    """Columns are aligned for readers of the source."""
+    """A table as Markdown, with columns that are also aligned in the source."""
     columns, rows = _without_pictures(table)
     lines = [[_escaped(cell) for cell in row] for row in ([column.name for column in columns], *rows)]
     widths = [max(3, *map(len, cells)) for cells in zip(*lines, strict=True)]
@@ -225,12 +226,13 @@ def _aligned(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[i
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown takes for nothing else: no end of a cell, no element of HTML."""
+    """Text with escapes for Markdown, so that it cannot end a cell or begin an HTML element."""
     return re.sub(r"[\\|<]", r"\\\g<0>", printable(text))
 
 
 def _without_pictures(table: Table) -> tuple[list[Column], list[list[str]]]:
-    """Columns and cells that text can show, each row as long as the head."""
+    """Columns and cells that text can show; every row has a cell for each column."""
+
     kept = [index for index, column in enumerate(table.columns) if column.kind != "strip"]
 
     def text_of(row: Sequence[Cell], index: int) -> str:
