@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy, bits_of
 from lockstep.core.prefix import ContentNews
 from lockstep.system import SYSTEM, System
 from lockstep.worker.flight.content import Digests
 from lockstep.worker.flight.entries import EntryStruct, Runs, runs_of
+from lockstep.worker.flight.files import TraceReport
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.flight.writer import RecordingWriter, guarded
 
@@ -28,12 +30,11 @@ SHARE = 4
 """Routes get one part in so many of the bytes that a recording may take, in addition."""
 MAX_PENDING_BYTES = 1 << 14
 """Entries that are handed over together; a choice is handed over at once, with the inputs before it."""
-MAX_CONTENTS = 1 << 19
-"""Contents that the beginning of a file writes down, of all groups together, replica by replica."""
 DEFECT = "the recorder of routes has a defect, which the log tells"
 NO_REPLICA = -1
 """The replica of a request where none was there."""
-TOO_LARGE = f"replicas hold more than {MAX_CONTENTS:,} blocks, more than the beginning of a file of routes can have"
+TOO_LARGE = "replicas hold more than {:,} blocks, more than the beginning of a file of routes can have"
+"""Fault of a recorder whose replicas hold too many contents, of all groups together, replica by replica."""
 
 
 class _GroupEntry(EntryStruct, frozen=True):
@@ -190,6 +191,8 @@ class RouteRecorder:
         self._digests = Digests(options.secret())
         self._writer = RecordingWriter(options.share(SHARE), ROUTE_SUFFIX, self._digests.key_name, system)
         self._files = self._writer.files
+        self._max_contents = 2 * options.max_contents
+        self._too_large = TOO_LARGE.format(self._max_contents)
         self._groups: dict[str, _Group] = {}
         self._num_groups = 0
         self._fault = ""
@@ -240,7 +243,12 @@ class RouteRecorder:
     @property
     def fault(self) -> str:
         """Reason why nothing is being recorded now; empty: it is."""
-        return self._fault or self._files.report().fault
+        return self.report().fault
+
+    def report(self) -> TraceReport:
+        """State of the recording."""
+        report = self._files.report()
+        return replace(report, fault=self._fault) if self._fault else report
 
     def close(self) -> None:
         """Write what is left, within a bounded time."""
@@ -265,10 +273,10 @@ class RouteRecorder:
     def _begin(self) -> None:
         if self._fault == DEFECT or not self._files.wants_file():
             return
-        if sum([each.num_held for each in self._groups.values()]) > MAX_CONTENTS:
+        if sum([each.num_held for each in self._groups.values()]) > self._max_contents:
             if not self._fault:
-                log.warning("no routes are recorded: %s; requests are served all the same", TOO_LARGE)
-            self._fault = TOO_LARGE
+                log.warning("no routes are recorded: %s; requests are served all the same", self._too_large)
+            self._fault = self._too_large
             return
         self._writer.end(goes_on=True)
         self._writer.begin(self._put_state, gap=self._fault)

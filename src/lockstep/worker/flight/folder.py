@@ -154,14 +154,19 @@ def read_manifest(path: Path) -> Manifest:
 
 
 class FolderManifest:
-    """Appends lines to this machine's manifest of a folder. For any thread and process; each call is one append."""
+    """Appends lines to this machine's manifest of a folder. For any thread and process; each call is one append.
 
-    def __init__(self, folder: Path, system: System = SYSTEM) -> None:
+    Args:
+        max_bytes: with more, and with more than twice what it had when it was last written again, the manifest is
+            written again without the lines that no longer count.
+    """
+
+    def __init__(self, folder: Path, system: System = SYSTEM, max_bytes: int = MAX_BYTES) -> None:
         self.folder = folder
         self.system = system
         self.id = _id_of(folder)
         self.path = folder / f"{self.id}{MANIFEST_SUFFIX}"
-        self._max_bytes = MAX_BYTES
+        self._least_bytes = self._max_bytes = max_bytes
 
     def put(self, *lines: Listed, path: Path | None = None) -> None:
         """List files.
@@ -183,7 +188,7 @@ class FolderManifest:
             if os.fstat(descriptor).st_size > self._max_bytes:
                 with suppress(OSError, TraceError):  # a longer manifest is as good
                     self.system.write_file(path, _without_removed(path))
-                self._max_bytes = max(MAX_BYTES, 2 * path.stat().st_size)
+                self._max_bytes = max(self._least_bytes, 2 * path.stat().st_size)
 
 
 def lock(descriptor: int, operation: int) -> bool:

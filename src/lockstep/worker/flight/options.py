@@ -23,6 +23,19 @@ class TraceOptions(msgspec.Struct, frozen=True):
     key_file: str = ""
     """Holds the secret of its digests (`lockstep.worker.flight.content`); empty: each recording has its own. A file,
     since anybody may read what a process is started with."""
+    num_files: int = 8
+    """A recording is kept in about this many files, of which the oldest is deleted for the newest."""
+    max_queued_bytes: int = 16 << 20
+    """Maximum bytes of chunks that wait for the disk; further chunks are lost."""
+    max_contents: int = 1 << 18
+    """Maximum number of block hashes that the entries of a file may refer to; with more, the next file begins, with
+    those that are in use. The beginning of a file of routes may have twice as many."""
+    flush_interval_s: float = 1.0
+    """Interval in seconds at which recorded steps are written to the disk."""
+    list_interval_s: float = 1.0
+    """Interval in seconds at which a file that grows is listed in the folder's manifest."""
+    retry_s: float = 5.0
+    """Pause in seconds after a failure to write, until the next file is tried."""
 
     def share(self, parts: int) -> TraceOptions:
         """Options of a recording beside this one: without content, with one part in so many of its bytes."""

@@ -63,12 +63,8 @@ from lockstep.worker.messages import AnswerShown, DispatchDecided, TokenizerPayl
 
 log = logging.getLogger(__name__)
 
-FLUSH_INTERVAL_S = 1.0
-"""What is recorded reaches the disk about as often."""
 MAX_CHUNK_BYTES = 1 << 16
 """More is handed over at once."""
-MAX_CONTENTS = 1 << 18
-"""Numbers of block hashes that are remembered; with more, the next file begins, with those that are in use."""
 DEFECT = "a defect of the recorder, which the log shows, ended the recording"
 
 
@@ -82,7 +78,7 @@ class Recorder:
 
     def __init__(self, options: TraceOptions, turns: DeviceScheduler, system: System = SYSTEM) -> None:
         self.has_content = options.has_content
-        self._directory = options.directory
+        self._options = options
         self.digests = Digests(_secret_of(options))
         self._writer = RecordingWriter(options, SUFFIX, self.digests.key_name, system)
         self._files, self.chunk = self._writer.files, self._writer.chunk
@@ -124,7 +120,7 @@ class Recorder:
             return write_text(self._files.manifest, TokenizerPayload.of(model.tokenizer.parts))
         except OSError as error:
             what = "the vocabulary of %s cannot be kept in %s, so its recording cannot be served again: %s"
-            log.warning(what, model.name, self._directory, error.strerror)
+            log.warning(what, model.name, self._options.directory, error.strerror)
             return ""
 
     def report(self) -> TraceReport:
@@ -141,7 +137,7 @@ class Recorder:
         if self._files.is_steady:
             num_bytes = self.chunk.num_bytes
             if num_bytes and (num_bytes >= MAX_CHUNK_BYTES or self._now_s() >= self._flush_s):
-                if len(self.contents) > MAX_CONTENTS:
+                if len(self.contents) > self._options.max_contents:
                     self._begin_file()
                 else:
                     self._flush()
@@ -254,7 +250,7 @@ class Recorder:
         with self._lock:
             self._needs = {name: None for engine in self._engines.values() for name in engine.needs}
         self._writer.begin(self._put_state, tuple(self._needs))
-        self._flush_s = self._now_s() + FLUSH_INTERVAL_S
+        self._flush_s = self._now_s() + self._options.flush_interval_s
 
     def _put_state(self) -> None:
         self.contents.forget_others()
@@ -272,7 +268,7 @@ class Recorder:
 
     def _flush(self) -> None:
         self._writer.flush(tuple(self._needs))
-        self._flush_s = self._now_s() + FLUSH_INTERVAL_S
+        self._flush_s = self._now_s() + self._options.flush_interval_s
 
     def _stop(self) -> None:
         """Nothing can be written: forget what was recorded, until a file can be begun again."""
