@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
@@ -86,6 +86,23 @@ def test_truncation_and_padding_of_the_file_are_off(model: Path) -> None:
     tokenizer.save(str(model / "tokenizer.json"))
     assert len(load(model).tokenizer.encode("xyzxyzxyz").ids) == 9
     assert len(load(model).tokenizer.encode("x").ids) == 1
+
+
+def test_a_tokenizer_of_an_encoder_has_no_end_and_no_template(model: Path) -> None:
+    """WordPiece with [CLS] and [SEP], as a BERT has it."""
+    vocabulary = {token: index for index, token in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##able"))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.add_special_tokens(list(vocabulary)[:4])
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "generation_config.json").unlink()
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    (model / "tokenizer_config.json").write_text(json.dumps(names))
+    edit_json(model / "config.json", lambda config: config.update(eos_token_id=None, pad_token_id=0))
+    parts = load(model)
+    assert (parts.bos_token, parts.eos_token, parts.chat_template, parts.end_token_ids) == (None, None, None, ())
+    assert parts.tokenizer.encode("Unable").ids == [2, 4, 5, 3]
 
 
 def test_the_template_file_goes_before_the_configuration(model: Path) -> None:
