@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Encoding(Enum):
-    """Storage format of a tensor. The block formats are ggml's, with 32 or 256 (_K) values along the last axis."""
+    """Storage format of a tensor. The block formats are ggml's, with 32 or 256 (_K, _XS) values along the last axis."""
 
     F32 = "F32"
     F16 = "F16"
@@ -29,6 +29,9 @@ class Encoding(Enum):
     Q4_K = "Q4_K"
     Q5_K = "Q5_K"
     Q6_K = "Q6_K"
+    Q3_K = "Q3_K"
+    IQ4_NL = "IQ4_NL"
+    IQ4_XS = "IQ4_XS"
 
 
 @dataclass(frozen=True, slots=True)

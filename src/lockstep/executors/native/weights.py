@@ -28,6 +28,9 @@ KINDS = (
     Encoding.Q4_K,
     Encoding.Q5_K,
     Encoding.Q6_K,
+    Encoding.Q3_K,
+    Encoding.IQ4_NL,
+    Encoding.IQ4_XS,
 )
 """Encodings in the order of their numbers in ``product.hpp``."""
 _ALIGNMENT = 64
