@@ -84,7 +84,7 @@ _DEEPSEEK_LLM = Splitter(
         rf"\s?{_characters('21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3000-3002')}+",
         r"\s+$",
         rf"{_CJK}+",
-        r"\p{N}",
+        r"\p{N}+",
     )
 )
 _DEEPSEEK_CODER = Splitter((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", rf"{_CJK}+", r"\p{N}"))

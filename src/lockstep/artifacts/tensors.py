@@ -220,7 +220,8 @@ def _q3_k_scales(packed: Bytes) -> npt.NDArray[np.int8]:
     scale i in bit pair i / 4 of byte 8 + i % 4."""
     low = np.concatenate((packed[..., :8] & np.uint8(15), packed[..., :8] >> np.uint8(4)), axis=-1)
     high = (packed[..., None, 8:] >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
-    return (low | (high.reshape(low.shape) << np.uint8(4))).view(np.int8) - np.int8(32)
+    whole: Bytes = low | (high.reshape(low.shape) << np.uint8(4))
+    return whole.view(np.int8) - np.int8(32)
 
 
 def _iq4_nl(blocks: Bytes) -> Groups:
