@@ -275,7 +275,11 @@ def _rope_scaling(file: GgufFile, architecture: Architecture, rotary_dim: int) -
     factor = metadata.real(f"{prefix}.rope.scaling.factor", old_factor)
     if kind == "linear":
         return RopeScaling("linear", factor), context
-    return _yarn(metadata, f"{prefix}.rope.scaling.", factor, context), context
+    scaling = _yarn(metadata, f"{prefix}.rope.scaling.", factor, context)
+    if metadata.real(f"{prefix}.attention.temperature_scale", 0.0):
+        # Queries are scaled by their positions, beginning with the first one beyond the trained context.
+        return scaling, min(context, int(scaling.parameters["original_max_position_embeddings"]))
+    return scaling, context
 
 
 def _yarn(metadata: Metadata, prefix: str, factor: float, context: int) -> RopeScaling:
@@ -286,6 +290,7 @@ def _yarn(metadata: Metadata, prefix: str, factor: float, context: int) -> RopeS
         "truncate": 1.0,
     }
     attention = metadata.real(f"{prefix}attn_factor", 1.0) * yarn_attention(factor)
+    attention /= yarn_attention(factor, metadata.real(f"{prefix}yarn_log_multiplier", 0.0))
     return RopeScaling("yarn", factor, parameters, attention_factor=attention)
 
 
