@@ -12,6 +12,7 @@ from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import CorruptArtifactError, MissingTokenizerError
 from tests.artifacts.support import edit_json
+from tools.golden.encoder_vocabularies import precompiled_charsmap
 from tools.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS, write_huggingface
 
 
@@ -103,6 +104,20 @@ def test_a_tokenizer_of_an_encoder_has_no_end_and_no_template(model: Path) -> No
     parts = load(model)
     assert (parts.bos_token, parts.eos_token, parts.chat_template, parts.end_token_ids) == (None, None, None, ())
     assert parts.tokenizer.encode("Unable").ids == [2, 4, 5, 3]
+
+
+def test_a_damaged_character_map_is_corrupt(model: Path) -> None:
+    """A text would lead out of it, which ends the process of the library."""
+    charsmap = precompiled_charsmap({"\u00e9": "e", "x": "y"})
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Precompiled(charsmap)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    assert load(model).tokenizer.normalizer.normalize_str("\u00e9x") == "ey"
+    outside = charsmap[:4] + (1 << 29).to_bytes(4, "little") + charsmap[8:]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Precompiled(outside)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    with pytest.raises(CorruptArtifactError, match=r"tokenizer.json: has a precompiled .* places outside of it"):
+        load(model)
 
 
 def test_the_template_file_goes_before_the_configuration(model: Path) -> None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from lockstep.artifacts.charsmap import charsmap_fault
 from lockstep.artifacts.gguf_bpe import SPACE, space_decoder
 from lockstep.artifacts.gguf_vocabulary import GgufTokenType, GgufVocabulary
 from lockstep.artifacts.metadata import Metadata
@@ -112,37 +110,9 @@ def _pieces(vocabulary: GgufVocabulary) -> list[tuple[str, float]]:
 
 
 def _checked_charsmap(metadata: Metadata) -> bytes:
-    """Return SentencePiece's map of characters. `tokenizers` reads it without checking its bounds.
-
-    Format: the size of a trie in bytes, the trie as a double array (that of S. Yata's darts-clone: 32-bit units, in
-    which each node has the offset of its children), and the replacements, each ending in a zero byte.
-    """
     data = metadata.numbers(_CHARSMAP)
     content = data.tobytes()
-    num_bytes = int.from_bytes(content[:4], "little")
-    if data.dtype.itemsize != 1 or num_bytes % 4 or not 4 <= num_bytes <= len(content) - 4:
-        raise metadata.corrupt(f"{_CHARSMAP!r} has a trie of {num_bytes} bytes in {len(content)} bytes of {data.dtype}")
-    units = np.frombuffer(content, "<u4", num_bytes // 4, 4).astype(np.int64)
-    replacements = np.frombuffer(content, np.uint8, offset=4 + num_bytes)
-    if not _is_within_bounds(units, replacements):
-        raise metadata.corrupt(f"{_CHARSMAP!r} refers to places outside of it")
-    try:
-        replacements.tobytes().decode()
-    except UnicodeDecodeError as error:
-        raise metadata.corrupt(f"{_CHARSMAP!r} has replacements that are not UTF-8") from error
+    fault = charsmap_fault(content) if data.dtype.itemsize == 1 else f"has numbers of type {data.dtype}"
+    if fault is not None:
+        raise metadata.corrupt(f"{_CHARSMAP!r} {fault}")
     return content
-
-
-def _is_within_bounds(units: npt.NDArray[np.int64], replacements: npt.NDArray[np.uint8]) -> bool:
-    """True if no text leads out of the trie, and every replacement begins at a character."""
-    is_node = units >> 31 == 0
-    is_node[0] = True
-    nodes = np.flatnonzero(is_node)
-    offsets = (units[nodes] >> 10) << ((units[nodes] & (1 << 9)) >> 6)
-    children = nodes ^ offsets
-    if np.any((children | 0xFF) >= len(units)):
-        return False
-    begins = units[children[units[nodes] >> 8 & 1 == 1]] & ~(1 << 31)
-    if np.any(begins >= len(replacements)):
-        return False
-    return not np.any(replacements[begins] >> 6 == 2)

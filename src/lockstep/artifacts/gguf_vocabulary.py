@@ -78,7 +78,7 @@ class GgufVocabulary:
         merges = []
         for merge in self.metadata.strings("tokenizer.ggml.merges"):
             left, _, right = merge.partition(" ")
-            if any(part not in self.ids for part in (left, right, left + right)):
+            if left not in self.ids or right not in self.ids or left + right not in self.ids:
                 raise self.metadata.corrupt(f"merge {merge!r} is not of two tokens that make a third")
             merges.append((left, right))
         return merges
