@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.system import System
+from tests.systems import WatchedSystem
+
 
 @contextmanager
 def mounted(folder: Path, size: str) -> Iterator[Path]:
@@ -39,37 +42,35 @@ def fill(folder: Path) -> Path:
     return path
 
 
-class Refusing:
-    """A disk that makes nothing durable in one folder while it refuses, as a full one does that allocates late."""
+class Refusing(WatchedSystem):
+    """A disk that takes nothing in one folder while it refuses.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, number: int = errno.ENOSPC) -> None:
-        self.folder = folder
-        self.number = number
+    Args:
+        call: what it refuses: ``write``, or ``sync`` as a full one does that allocates late.
+    """
+
+    def __init__(self, folder: Path, number: int = errno.ENOSPC, call: str = "sync") -> None:
+        super().__init__(self._refuse)
+        self.folder, self.number, self.call = folder, number, call
         self.is_refusing = False
         self.num_refused = 0
-        self._fsync = os.fsync
-        monkeypatch.setattr(os, "fsync", self._call)
 
-    def _call(self, descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if self.is_refusing and path.is_relative_to(self.folder):
+    def _refuse(self, call: str, about: str) -> None:
+        if self.is_refusing and call == self.call and Path(about).is_relative_to(self.folder):
             self.num_refused += 1
             raise OSError(self.number, os.strerror(self.number))
-        self._fsync(descriptor)
 
 
-class Synced:
-    """What a power failure leaves: files as at their last `fsync`, under the names of their folder's last one."""
+class Synced(System):
+    """What a power failure leaves: files as at their last `sync`, under the names of their folder's last one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, events: list[str] | None = None) -> None:
+    def __init__(self, events: list[str] | None = None) -> None:
         self._contents: dict[int, bytes] = {}
         self._names: dict[Path, dict[str, int]] = {}
         self._events = [] if events is None else events
-        self._fsync = os.fsync
-        monkeypatch.setattr(os, "fsync", self._call)
 
-    def _call(self, descriptor: int) -> None:
-        self._fsync(descriptor)
+    def sync(self, descriptor: int) -> None:
+        super().sync(descriptor)
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         self._events.append(f"fsync {path.name.partition('_')[0]}")
         if path.is_dir():

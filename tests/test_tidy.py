@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from lockstep.cli.main import VERBS
 from tools.mutations import MUTATIONS, place_of
@@ -17,7 +20,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 # A package may import packages of a lower layer, and itself. Packages of one layer do not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "owned_folders", "shown", "spelling", "vendored", "version"),
+    ("errors", "owned_folders", "shown", "spelling", "system", "vendored", "version"),
     ("option_fields", "yaml_reading"),
     ("core", "pocket", "report"),
     ("artifacts",),
@@ -77,14 +80,28 @@ CONFINED = {
     "ray": "hosts/ray_connection.py",
 }
 
-# Parts whose time a simulation replaces: they call a clock that was passed to them, or the event loop's.
-TIMED = ("cluster", "engine", "hosts", "server.batches", "worker")
-CLOCKS = {"monotonic", "perf_counter", "time"}
-READS_CLOCKS = {
-    "engine.kv_transfer": "a session on disk is older than another one's by the calendar",
-    "worker.flight.files": "the thread of its files is not simulated",
-    "worker.flight.recorder": "the thread of its files is not simulated",
-    "worker.replica": "how long a load took, for people",
+# Parts that a simulation runs: a `System` gives them time, threads, processes and files to write.
+SIMULATED = ("cluster", "engine", "hosts", "server.batches", "server.database", "worker")
+OF_THE_SYSTEM = {
+    **{f"time.{clock}{unit}": "now_s" for clock in ("monotonic", "perf_counter", "time") for unit in ("", "_ns")},
+    **dict.fromkeys(("asyncio.sleep", "time.sleep"), "sleep or pause"),
+    **dict.fromkeys(("_thread.start_new_thread", "threading.Thread", "threading.Timer"), "start_thread"),
+    **dict.fromkeys(("asyncio.to_thread", "concurrent.futures.ThreadPoolExecutor"), "run_in_thread or pool"),
+    **dict.fromkeys(("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"), "start_process"),
+    **dict.fromkeys(("multiprocessing", "os.fork", "os.posix_spawn", "os.system", "subprocess"), "start_process"),
+    **dict.fromkeys(("os.fdatasync", "os.fsync"), "sync"),
+    **dict.fromkeys(("os.pwrite", "os.write", "os.writev", "shutil.copyfile", "tempfile.mkstemp"), "open"),
+    **dict.fromkeys(("os.link", "os.rename", "os.replace"), "replace"),
+}
+"""What the module `lockstep.system` alone may use, or part of, and the methods of a `System` that do it."""
+METHODS_OF_THE_SYSTEM = {"rename": "replace", "touch": "open", "write_bytes": "write_file", "write_text": "write_file"}
+"""Methods of paths."""
+WRITING = {"O_APPEND", "O_CREAT", "O_RDWR", "O_WRONLY"}
+USES_THE_SYSTEM = {
+    "engine.llm": "the Python API, which runs in no server",
+    "hosts.ray_connection": "Ray is not simulated",
+    "hosts.ray_runtime": "Ray is not simulated",
+    "worker.child": "the program of a process, whose system is the real one",
 }
 
 # 150 to 400 lines is a good file; the rest is room for those that would otherwise be cut where no idea ends.
@@ -114,8 +131,8 @@ class Facts:
     functions: tuple[tuple[str, int, int], ...]
     """Name, line, length in lines."""
     global_lines: tuple[int, ...]
-    clock_lines: tuple[int, ...]
-    """Lines that call a clock of the module `time`."""
+    system_calls: tuple[tuple[str, int], ...]
+    """Uses of what belongs to a `System`: the methods that are to be used instead, and the line."""
     has_docstring: bool
 
 
@@ -127,7 +144,7 @@ def facts_of(path: Path) -> Facts:
     imports: list[tuple[str, int]] = []
     functions: list[tuple[str, int, int]] = []
     global_lines: list[int] = []
-    clock_lines: list[int] = []
+    system_calls: list[tuple[str, int]] = []
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             imports += [(alias.name, node.lineno) for alias in node.names]
@@ -139,14 +156,48 @@ def facts_of(path: Path) -> Facts:
             functions.append((node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1))
         elif isinstance(node, ast.Global):
             global_lines.append(node.lineno)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value
-            if isinstance(owner, ast.Name) and owner.id == "time" and node.func.attr in CLOCKS:
-                clock_lines.append(node.lineno)
+        elif isinstance(node, ast.Call | ast.Attribute):
+            method = method_instead_of_call(node) if isinstance(node, ast.Call) else method_instead(dotted(node))
+            system_calls += [(method, node.lineno)] if method else []
     has_docstring = bool(ast.get_docstring(module))
     return Facts(
-        text.count("\n"), tuple(imports), tuple(functions), tuple(global_lines), tuple(clock_lines), has_docstring
+        text.count("\n"), tuple(imports), tuple(functions), tuple(global_lines), tuple(system_calls), has_docstring
     )
+
+
+def dotted(node: ast.AST) -> str:
+    """A name such as ``os.path.join``; empty for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    owner = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{owner}.{node.attr}" if isinstance(node, ast.Attribute) and owner else ""
+
+
+def method_instead(name: str) -> str:
+    """Methods of a `System` that are to be used instead of this name; empty: it is no `System`'s."""
+    root = name.partition(".")[0]
+    return OF_THE_SYSTEM.get(name) or OF_THE_SYSTEM.get(root, "")
+
+
+def method_instead_of_call(call: ast.Call) -> str:
+    """Methods of a `System` that are to be called instead, where the name alone does not decide that."""
+    name = dotted(call.func)
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    texts = [each.value if isinstance(each, ast.Constant) else "" for each in call.args]
+    modes = [each.value.value for each in call.keywords if each.arg == "mode" and isinstance(each.value, ast.Constant)]
+    if name.startswith("SYSTEM."):
+        return "a parameter"
+    if name == "os.open":
+        text = ast.unparse(call)
+        return "" if "O_RDONLY" in text and not any(flag in text for flag in WRITING) else "open"
+    if name.endswith("FileIO") or name == "open" or method == "open":  # a `System`'s own has the path before the mode
+        modes += texts[:1] if method == "open" else texts[1:2]
+        return "open" if any(re.fullmatch("[rbt]*[wxa+][rbt+]*", str(mode)) for mode in modes) else ""
+    if method == "run_in_executor":  # another pool is a `System`'s
+        return "run_in_thread" if texts[:1] == [None] else ""
+    if method == "replace" and len(texts) == 1 and not call.keywords and name != "msgspec.structs.replace":
+        return "replace"  # of a path: texts have two arguments
+    return METHODS_OF_THE_SYSTEM.get(method, "")
 
 
 def refuse(faults: Iterable[str]) -> None:
@@ -205,22 +256,54 @@ def test_pure_modules_import_data_types_and_each_other_only() -> None:
     refuse(fault for path in closed for fault in faults(path))
 
 
+def is_simulated(module: str) -> bool:
+    """Whether ``lockstep.<module>`` gets a `System`."""
+    return any(module == each or module.startswith(f"{each}.") for each in SIMULATED)
+
+
 def test_everything_pure_exists() -> None:
     names = {module_name(path).removeprefix("lockstep.") for path in MODULES}
     assert set(PURE) <= names
 
 
-def test_clocks_are_passed_in_where_time_is_simulated() -> None:
+def test_time_threads_processes_and_written_files_come_from_a_system() -> None:
     def faults(path: Path) -> Iterator[str]:
-        name = module_name(path).removeprefix("lockstep.")
-        if any(name.startswith(f"{part}.") for part in TIMED) and name not in READS_CLOCKS:
-            for line in facts_of(path).clock_lines:
-                yield f"{relative(path)}:{line}: take the clock as a parameter, or use the event loop's"
+        facts = facts_of(path)
+        yield from (f"{relative(path)}:{line}: use {method} of a `System`" for method, line in facts.system_calls)
+        for name, line in facts.imports:
+            if method := method_instead(name):
+                yield f"{relative(path)}:{line}: use {method} of a `System`"
 
-    refuse(fault for path in MODULES for fault in faults(path))
-    assert {name for name in READS_CLOCKS if facts_of(PACKAGE / f"{name.replace('.', '/')}.py").clock_lines} == {
-        *READS_CLOCKS
-    }, "an exception that nothing needs"
+    found = {name: [*faults(path)] for path in MODULES if is_simulated(name := module_name(path)[len("lockstep.") :])}
+    refuse(fault for name, each in found.items() if name not in USES_THE_SYSTEM for fault in each)
+    assert all(found[name] for name in USES_THE_SYSTEM), "an exception that nothing needs"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_refused"),
+    [
+        ("open(path, 'w')", True),
+        ("open(path, mode='r+')", True),
+        ("FileIO(path, 'xb')", True),
+        ("path.open('ab')", True),
+        ("path.open('rb')", False),
+        ("system.open(path, 'xb')", False),
+        ("os.open(path, flags)", True),
+        ("os.open(path, os.O_RDONLY)", False),
+        ("partial.replace(path)", True),
+        ("text.replace('a', 'b')", False),
+        ("loop.run_in_executor(None, work)", True),
+        ("loop.run_in_executor(pool, work)", False),
+        ("SYSTEM.sleep(1.0)", True),
+        ("Mailbox(clock=time.monotonic)", True),
+        ("subprocess.run(command)", True),
+    ],
+)
+def test_calls_that_go_around_a_system_are_found(code: str, is_refused: bool) -> None:
+    nodes = [*ast.walk(ast.parse(code))]
+    found = [method_instead_of_call(each) for each in nodes if isinstance(each, ast.Call)]
+    found += [method_instead(dotted(each)) for each in nodes if isinstance(each, ast.Attribute)]
+    assert any(found) == is_refused
 
 
 def test_internal_interfaces_are_confined() -> None:

@@ -12,6 +12,8 @@ share a wake-up is the clock's.
 - A *hop* is a station that hands what it holds on to another file: from it, other stations are entered. Those that
   are only asked about a request, or keep it, are the ends of the way. Who follows a value through the code opens a
   file at each hop.
+- A *climb* is a way from one file to another that imports it: the value goes against the imports, by a callback, and a
+  reader finds no name that leads on.
 - A *representation* is a type of ours whose instances are handed to or by stations and hold a part of the request or
   the answer. Objects that were there for an earlier request are servants, and represent none.
 
@@ -22,6 +24,7 @@ answers with, is of one letter that is nowhere else.
 from __future__ import annotations
 
 import array
+import ast
 import collections
 import functools
 import json
@@ -33,7 +36,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,8 @@ class Way:
     steps: Sequence[Function]
     stations: Sequence[Function]
     hops: Sequence[Function]
+    climbs: Sequence[tuple[str, str]]
+    """Files, from and to."""
     representations: Sequence[str]
     num_modules: int
     """Modules of ours that the server had imported in the end."""
@@ -68,6 +73,7 @@ class Way:
         return {
             "hops of a chat request": len(self.hops),
             "files that a chat request goes through": len({file for file, _ in self.stations}),
+            "climbs of a chat request": len(self.climbs),
             "representations of a chat request": len(self.representations),
             "modules of ours that a server imports": self.num_modules,
         }
@@ -78,6 +84,7 @@ class Way:
         yield f"steps over a border: {len(self.steps)} in {len({file for file, _ in self.steps})} files"
         for file, name in self.stations:
             yield f"  {'hop    ' if (file, name) in self.hops else 'station'} {file} {name}"
+        yield from (f"  climb from {lower} to {upper}" for lower, upper in self.climbs)
         yield from (f"  representation {name}" for name in self.representations)
 
 
@@ -90,7 +97,8 @@ def way_of(root: Path) -> Way:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     steps, stations, hops = ([(file, name) for file, name in told[kind]] for kind in ("steps", "stations", "hops"))
-    return Way(steps, stations, hops, told["representations"], told["modules"])
+    climbs = [(lower, upper) for lower, upper in told["climbs"]]
+    return Way(steps, stations, hops, climbs, told["representations"], told["modules"])
 
 
 class Tracer:
@@ -104,6 +112,8 @@ class Tracer:
         self.steps: dict[Function, bool] = {}
         """In the order of their first entry; whether each is a station."""
         self.hops: set[Function] = set()
+        self.handed: set[tuple[Function, Function]] = set()
+        """Who handed what it holds to whom."""
         self.representations: set[str] = set()
         self._servants: dict[int, object] = {}
         """Objects that were there for an earlier request, by id; kept, so that no other gets it."""
@@ -130,7 +140,9 @@ class Tracer:
         function = self._function(frame)
         self.steps[function] = self.steps.get(function, False) or bool(held)
         if held and caller is not None:
-            self.hops.add(self._function(self._entry(caller)))
+            giver = self._function(self._entry(caller))
+            self.hops.add(giver)
+            self.handed.add((giver, function))
         for value in held:
             for each in value if isinstance(value, list | tuple) else (value,):
                 if _is_ours(each) and self._holds(each, MAX_DEPTH):
@@ -173,6 +185,34 @@ class Tracer:
                 self._servants[id(value)] = value
             for each in _members(value):
                 self._remember(each, depth - 1)
+
+
+def _imported_files(package: Path) -> Mapping[str, Set[str]]:
+    """Files of ours that each file of ours imports, by its path."""
+    found: dict[str, set[str]] = {}
+    for path in package.rglob("*.py"):
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {node.module for node in imports if node.module and node.module.startswith("lockstep.")}
+        found[path.relative_to(package).as_posix()] = {
+            f"{name.partition('.')[2].replace('.', '/')}.py" for name in names
+        }
+    return found
+
+
+def _climbs(handed: Set[tuple[Function, Function]], imported: Mapping[str, Set[str]]) -> list[tuple[str, str]]:
+    """Ways into a file that imports, at whatever distance, the file that they come from."""
+
+    @functools.cache
+    def below(file: str) -> Set[str]:
+        reached, left = set[str](), [file]
+        while left:
+            fresh = imported.get(left.pop(), set()) - reached
+            reached |= fresh
+            left += fresh
+        return reached
+
+    ways = {(giver, taker) for (giver, _), (taker, _) in handed}
+    return sorted((giver, taker) for giver, taker in ways if giver in below(taker))
 
 
 def _arguments(frame: types.FrameType) -> list[object]:
@@ -293,7 +333,9 @@ def main() -> None:
         raise failures[0]
     steps = [function for function in tracer.steps if function not in tracer.background]
     stations = [function for function in steps if tracer.steps[function]]
+    handed = {(giver, taker) for giver, taker in tracer.handed if {giver, taker} <= set(stations)}
     told = {
+        "climbs": _climbs(handed, _imported_files(Path(lockstep.__file__).parent)),
         "steps": steps,
         "stations": stations,
         "hops": [function for function in stations if function in tracer.hops],

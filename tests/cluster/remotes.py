@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +16,7 @@ from lockstep.cluster.remote import RemoteModel, RemoteOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.system import SYSTEM, System
 from tests.waiting import HANG_S, eventually
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -110,13 +110,13 @@ async def remote(
     num_failures: int = 100,
     max_attempts: int = 1,
     rest_s: float = 1.0,
-    clock: Callable[[], float] = time.monotonic,
+    system: System = SYSTEM,
 ) -> AsyncIterator[RemoteModel]:
     """A remote model that tries once and never loses its patience, if it is not told otherwise."""
     entry = ModelEntry("far", "hf://a/b", Tier.REMOTE, remote=Remote(base_url, "served", "FAR_KEY", timeout_s))
     breaker = BreakerOptions(num_failures=num_failures, rest_s=rest_s)
     options = RemoteOptions(max_attempts=max_attempts, backoff_s=0.01, breaker=breaker)
-    model = RemoteModel(entry, KEY, options, clock)
+    model = RemoteModel(entry, KEY, options, system)
     try:
         yield model
         assert model.num_open == 0

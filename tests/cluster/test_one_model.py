@@ -241,9 +241,9 @@ async def test_the_card_of_a_model_has_its_names_source_and_limits(stub: Cluster
     assert card.has_chat_template
     assert stub.card("alias") == stub.card(None) == card
     assert stub.health().ready
-    assert stub.tokenizer("alias").encode("ab") == [97, 98]
+    assert stub.card("alias").tokenizer.encode("ab") == [97, 98]
     with pytest.raises(ModelNotFoundError):
-        stub.tokenizer("other")
+        stub.card("other")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,7 +261,7 @@ async def test_requests_to_a_loading_model_are_unavailable(kind: Kind, gate: Gat
     with pytest.raises(ModelNotFoundError):
         await answer(model, structs.replace(call("abc"), model="other"))
     with pytest.raises(UnavailableError):
-        model.tokenizer("alias")
+        _ = model.card("alias").tokenizer
     if kind == "process":  # the gate is of this process
         starting.cancel()
     gate.open()

@@ -186,7 +186,7 @@ async def test_a_model_added_by_a_replacement_is_usable_before_its_first_load() 
     async with clustered(OLD) as cluster:
         added = "    - {id: late, source: stub://late, tier: standby}\nrouting:"
         assert (await cluster.replace(OLD.replace("routing:", added))).added == ("late",)
-        assert cluster.tokenizer("late").encode("a") == [97]
+        assert cluster.card("late").tokenizer.encode("a") == [97]
         assert (await say(cluster, "hello", "late")).text.startswith("[stub:late]")
 
 

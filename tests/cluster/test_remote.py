@@ -19,6 +19,7 @@ from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.remotes import KEY, answer_of, call, events_of, remote, tokens_of
 from tests.server.process import IN_THREAD, ServerProcess, serve
+from tests.systems import ClockedSystem
 from tests.waiting import HANG_S, eventually
 
 STEP_S = 0.02
@@ -199,7 +200,7 @@ async def test_a_server_that_dies_in_mid_stream_ends_the_answer_and_a_new_one_is
     with serve("stub://alpha?step_ms=20", *IN_THREAD, "--served-model-name", "served") as server:
         port = server.base_url.rpartition(":")[2]
         now_s = 100.0
-        async with remote(url(server), num_failures=1, clock=lambda: now_s) as model:
+        async with remote(url(server), num_failures=1, system=ClockedSystem(lambda: now_s)) as model:
             async with aclosing(model.stream(call(params=ENDLESS))) as stream:
                 await anext(stream)
                 server.signal(signal.SIGKILL)

@@ -40,6 +40,7 @@ from tests.cluster.remotes import (
     tokens_of,
     whole,
 )
+from tests.systems import ClockedSystem
 from tests.waiting import HANG_S, eventually
 
 BEGUN = HEAD + chunk({"role": "assistant", "content": "Once"})
@@ -219,7 +220,10 @@ async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.Log
     goes_on, now_s = asyncio.Event(), 100.0
     trying = says(HEAD, goes_on, whole("Once").removeprefix(HEAD))
     replies = (says(BEGUN), refuses(500), trying, says(whole("Twice")))
-    async with crooked(*replies) as server, remote(server.url, num_failures=2, clock=lambda: now_s) as model:
+    async with (
+        crooked(*replies) as server,
+        remote(server.url, num_failures=2, system=ClockedSystem(lambda: now_s)) as model,
+    ):
         for _ in range(2):
             with pytest.raises(RemoteFailedError):
                 await events_of(model)

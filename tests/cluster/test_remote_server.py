@@ -15,7 +15,6 @@ from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.remote import RemoteModel
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.app import create_app
 from lockstep.worker.progress import CallProgress
 from tests.cluster.remotes import HEAD, Reply, chunk, crooked, event, refuses, remote, says, whole
@@ -43,10 +42,7 @@ class OnlyRemote(Cluster):
         self._model = model
 
     def card(self, name: str | None) -> ModelCard:
-        return ModelCard("far", (), "hf://a/b", 0, "remote", None, True)
-
-    def tokenizer(self, name: str | None) -> Tokenizer:
-        return self._model.tokenizer
+        return ModelCard("far", (), "hf://a/b", 0, "remote", None, True, text=self._model.tokenizer)
 
     def stream(self, call: GenerationRequest, progress: CallProgress | None = None) -> EventStream:
         return self._model.stream(call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,9 +17,11 @@ from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
 from lockstep.cluster.resolve import open_manifest
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ChatTemplateError, NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
+from lockstep.system import SYSTEM, System
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import QUICK
+from tests.systems import ClockedSystem
 from tests.waiting import ENDLESS_MS, HANG_S, Gate, eventually
 
 TEXT = "cluster: c\nmodels:\n  a: {source: 'stub://a?load_ms=50'}\n  b: {source: 'stub://b'}\n"
@@ -36,7 +37,7 @@ def spec_of(id_: str, measure: Callable[[object], int] = lambda loaded: 800_000_
 async def shell(
     budget_bytes: int | None = None,
     on_resident: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.monotonic,
+    system: System = SYSTEM,
 ) -> AsyncIterator[tuple[Replicas, list[tuple[Phase, Phase, str]]]]:
     moves: list[tuple[Phase, Phase, str]] = []
 
@@ -47,7 +48,7 @@ async def shell(
 
     worker = SupervisedWorker(WorkerOptions())
     await worker.start()
-    replicas = Replicas(worker, QUICK, moved, clock=clock)
+    replicas = Replicas(worker, QUICK, moved, system=system)
     replicas.budget_bytes = budget_bytes
     try:
         yield replicas, moves
@@ -85,7 +86,7 @@ async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_mu
     waited_s: float, is_loaded: bool
 ) -> None:
     now_s = 100.0
-    async with shell(1_000_000_000, clock=lambda: now_s) as (replicas, _):
+    async with shell(1_000_000_000, system=ClockedSystem(lambda: now_s)) as (replicas, _):
         busy, warm = replicas.of(spec_of("b")), replicas.of(spec_of("a"))
         await replicas.acquire(busy)
         assert replicas.warm(warm)

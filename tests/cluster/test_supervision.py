@@ -348,7 +348,8 @@ async def main():
     from lockstep.engine.request import GenerationRequest
     stream = model.stream(GenerationRequest("x"))
     task = asyncio.create_task(anext(stream))
-    await running(model, 1)
+    seen = asyncio.create_task(running(model, 1))  # unless it is quicker
+    await asyncio.wait((task, seen), return_when=asyncio.FIRST_COMPLETED)
     print(model.worker_pid, flush=True)
     await asyncio.sleep(3600)
 

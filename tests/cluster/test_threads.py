@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.cluster.threads import LONG_BYTES, WorkerThreads, in_thread, release_memory
 from lockstep.errors import ConfigError, QueueFullError
+from tests.systems import WatchedSystem
 from tests.waiting import HANG_S
 
 
@@ -162,6 +163,20 @@ async def test_a_panic_of_the_work_is_raised_and_its_slot_released() -> None:
         for _ in range(3):
             with pytest.raises(RuntimeError, match="index out of bounds"):
                 await bench.do(panic, 2 * LONG_BYTES)
+
+
+async def test_a_thread_that_cannot_be_started_fails_its_work_and_releases_the_slot() -> None:
+    hindrances = [RuntimeError("can't start new thread")]
+
+    def hinder(call: str, name: str) -> None:
+        if hindrances:
+            raise hindrances.pop()
+
+    bench = WorkerThreads(LONG_BYTES, WatchedSystem(hinder))
+    async with asyncio.timeout(HANG_S):
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await bench.do(lambda: 1, 2 * LONG_BYTES)
+        assert await bench.do(lambda: 2, 2 * LONG_BYTES) == 2
 
 
 async def test_an_error_of_cancelled_work_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -226,7 +226,7 @@ async def test_models_are_loaded_and_unloaded_by_hand() -> None:
         assert [model.state for model in cluster.snapshot().models] == ["standby"] * 3
         assert cluster.health().ready, "who unloads a model by hand knows that it is not there"
         assert (await say(cluster, "a billing question")).model == "billing"
-        assert cluster.tokenizer("legal").encode("a") == [97], "known before it is loaded"
+        assert cluster.card("legal").tokenizer.encode("a") == [97], "known before it is loaded"
 
 
 async def test_unloading_by_hand_lets_calls_end_and_new_ones_wait_until_the_model_is_back(gate: Gate) -> None:

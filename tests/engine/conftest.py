@@ -14,6 +14,7 @@ from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.loading import LoadedModel, load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.system import SYSTEM, System
 
 MakeEngine = Callable[..., Engine]
 OpenStore = Callable[..., KVStore]
@@ -56,13 +57,14 @@ def open_store(tmp_path: Path, faults: list[str]) -> Iterator[OpenStore]:
     """Stores on the test's folders, one at a time: who opens the next closes the one before, as a restart does."""
     opened: list[KVStore] = []
 
-    def open_store(host_bytes: int = 1 << 26, disk_bytes: int = 0, check_share: float = 0.0) -> KVStore:
+    def open_store(
+        host_bytes: int = 1 << 26, disk_bytes: int = 0, check_share: float = 0.0, system: System = SYSTEM
+    ) -> KVStore:
         while opened:
             opened.pop().close(10.0)
         folders = str(tmp_path / "host"), str(tmp_path / "disk")
-        opened.append(
-            KVStore(KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share), faults.append)
-        )
+        options = KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share)
+        opened.append(KVStore(options, faults.append, system))
         return opened[0]
 
     yield open_store

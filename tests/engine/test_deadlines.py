@@ -108,7 +108,7 @@ def test_a_deadline_that_is_no_time_is_refused(make_engine: MakeEngine, name: st
 def test_deadlines_of_ended_requests_are_forgotten() -> None:
     deadlines = Deadlines()
     for request_id in range(MAX_STALE + 10):
-        deadlines.add(request_id, 0.0, ask(deadline_s=5.0 + request_id))
+        deadlines.add(request_id, 0.0, None, 5.0 + request_id)
         deadlines.forget_stale({0, 1})
     assert deadlines.next_s == 5.0
     left = [due.request_id for due in deadlines.pop_due(1e9)]

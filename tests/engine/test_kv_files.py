@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from lockstep.engine.kv_records import SessionRecord, SessionRecords
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 from tests.disks import mounted
+from tests.systems import WatchedSystem
 
 SIZE = 5000
 PAGES = 8192
@@ -220,21 +220,17 @@ def test_a_full_disk_loses_the_block_and_nothing_else(tmp_path: Path, caplog: py
     assert files.write(key_of(1), content_of(1), 0)
 
 
-def test_a_full_disk_is_a_cache_of_its_size_and_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_cache_of_its_size_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A disk of 20 blocks, and a budget of more: the least recently used block gives way, as within a budget."""
     caplog.set_level(logging.INFO)
-    num_free, writev = [20], os.writev
+    num_free = 20
 
-    def write(descriptor: int, buffers: Any) -> int:
-        if len(paths(tmp_path)) >= num_free[0]:
-            os.write(descriptor, b"half")
+    def refuse(call: str, path: str) -> None:
+        if call == "write" and len(paths(tmp_path)) >= num_free:
+            append_half(path)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return writev(descriptor, buffers)
 
-    monkeypatch.setattr(os, "writev", write)
-    files = BlockFiles(tmp_path, 1 << 30)
+    files = BlockFiles(tmp_path, 1 << 30, WatchedSystem(refuse))
     for number in range(60):
         assert files.write(key_of(number), content_of(number), 0)
     assert list(files) == [key_of(number) for number in range(40, 60)]
@@ -243,7 +239,7 @@ def test_a_full_disk_is_a_cache_of_its_size_and_one_warning(
     assert not list(tmp_path.rglob("*.part"))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert files.fault.startswith(f"{tmp_path}: KV blocks cannot be stored there now: No space left on device")
-    num_free[0] = 1000
+    num_free = 1000
     for number in range(60, 300):
         assert files.write(key_of(number), content_of(number), 0)
     assert files.fault == ""
@@ -303,14 +299,21 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks(tmp_path: 
         files.close()
 
 
+def append_half(path: str) -> None:
+    """Write a part of what is being written to a file."""
+    with open(path, "ab") as file:
+        file.write(bytes(SIZE // 2))
+
+
 DYING_WRITER = """
 import itertools, os, sys
 from pathlib import Path
-from tests.engine.test_kv_files import SIZE, BlockFiles, content_of, key_of
+from tests.engine.test_kv_files import BlockFiles, append_half, content_of, key_of
+from tests.systems import WatchedSystem
 from lockstep.engine.kv_records import SessionRecord, SessionRecords
 
-def save(folder):
-    files = BlockFiles(folder, 1 << 20)
+def save(folder, system):
+    files = BlockFiles(folder, 1 << 20, system)
     records = SessionRecords(files)
     for number in range(3):
         files.write(key_of(number), content_of(number), 0)
@@ -319,24 +322,24 @@ def save(folder):
             records.write(name)
     files.remove(key_of(0))
 
-def die_at(n):
+def dying_at(n):
     calls = itertools.count()
-    def dying(call):
-        def counted(*arguments, **named):
-            if next(calls) == n:
-                if call is os.writev:  # half of it is there
-                    os.write(arguments[0], (arguments[1][0] + bytes(arguments[1][1]))[:SIZE // 2])
-                os._exit(9)
-            return call(*arguments, **named)
-        return counted
-    for module, name in ((os, "open"), (os, "writev"), (os, "rename"), (os, "unlink"), (Path, "write_bytes")):
-        setattr(module, name, dying(getattr(module, name)))
+    def count(call, path):
+        if next(calls) == n:
+            if call == "write":
+                append_half(path)
+            os._exit(9)
+    unlink = os.unlink
+    def counted(path):
+        count("unlink", path)
+        unlink(path)
+    os.unlink = counted
+    return WatchedSystem(count)
 
 for n in itertools.count():
     child = os.fork()
     if not child:
-        die_at(n)
-        save(Path(sys.argv[1]) / str(n))
+        save(Path(sys.argv[1]) / str(n), dying_at(n))
         os._exit(0)
     if os.waitpid(child, 0)[1] == 0:
         break

@@ -19,6 +19,7 @@ from lockstep.engine.kv_tiers import KVTierName
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 from tests.engine.conftest import OpenStore
+from tests.systems import WatchedSystem
 from tests.waiting import HANG_S, until
 
 SIZE = 5000
@@ -127,11 +128,9 @@ def test_a_defect_in_the_store_s_thread_ends_the_load_and_not_the_store(
 def test_who_could_not_save_is_woken_by_what_others_wrote(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_store()
-    monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", SIZE)
     may_write, woken = threading.Event(), threading.Event()
-    write = BlockFiles.write
-    monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
+    store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
+    monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", SIZE)
     save(store, 0)
     assert not store.can_save
     store.call_when_ready(woken.set)
@@ -268,11 +267,9 @@ def test_a_folder_that_does_not_answer_costs_notes_and_no_memory(
     open_store: OpenStore, faults: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that hangs: what waits to be written there is bounded, and the newest is written when it answers."""
-    store = open_store()
-    monkeypatch.setattr(kv_store, "MAX_UNWRITTEN_RECORDS", 20)
     may_write = threading.Event()
-    write = BlockFiles.write
-    monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
+    store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
+    monkeypatch.setattr(kv_store, "MAX_UNWRITTEN_RECORDS", 20)
     save(store, 0)
     for turn in range(3):
         for number in range(15):
@@ -329,3 +326,16 @@ def test_a_tier_that_cannot_be_added_later_is_reported_and_the_others_work(
     ]
     assert [(place, each.budget_bytes) for place, each in store.tiers.stats().items()] == [(KVTierName.HOST, 4 * PAGES)]
     elsewhere.close()
+
+
+def test_a_store_whose_thread_cannot_be_started_leaves_its_folders_to_the_next(open_store: OpenStore) -> None:
+    def refuse(call: str, name: str) -> None:
+        if call == "thread":
+            raise RuntimeError("can't start new thread")
+
+    with pytest.raises(UsageError, match="KV cannot be stored outside of the device: can't start new thread"):
+        open_store(disk_bytes=1 << 20, system=WatchedSystem(refuse))
+    store = open_store(disk_bytes=1 << 20)
+    save(store, 0)
+    assert store.flush(10.0)
+    assert store.has(ENVIRONMENT, hash_of(0))

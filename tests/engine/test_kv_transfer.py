@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.engine import kv_store, kv_transfer
 from lockstep.engine.engine import Engine
-from lockstep.engine.kv_files import BlockFiles, BlockKey
+from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_tiers import KVTierName
 from lockstep.engine.kv_transfer import environment_of
 from lockstep.engine.loading import load_model
@@ -22,6 +22,7 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import RequestFailedError
 from tests.engine.conftest import OpenStore, Pocket
 from tests.engine.kv_sessions import BLOCK, OWNER, answer, ask, hashes_of, kv_of, leave, prompt, tokens_of
+from tests.systems import WatchedSystem
 from tests.waiting import until
 
 
@@ -240,7 +241,8 @@ def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
     pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica that is unloaded with a full pool neither holds the step loop for long nor doubles its memory."""
-    store = open_store()
+    may_write = threading.Event()
+    store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
     engine = Engine(*pocket, store=store)
     size = engine.model.executor.geometry.bytes_per_block
     with monkeypatch.context() as patched:
@@ -249,9 +251,6 @@ def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
     hashes = hashes_of(engine, "s")
     monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", 3 * size)
     monkeypatch.setattr(kv_transfer, "MAX_MOVED_BYTES", 2 * size)
-    may_write = threading.Event()
-    write = BlockFiles.write
-    monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
     kept = kv_of(engine).keep_now(hashes)
     assert store._saving_bytes == 4 * size, "two portions: the bound, and what the last one is beyond it"
     assert kept == 4

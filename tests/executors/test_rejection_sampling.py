@@ -12,12 +12,13 @@ from lockstep.executors.logits import columns
 from lockstep.executors.rejection_sampling import (
     EXP_MARGIN,
     Head,
-    RejectionSampler,
     Support,
     TokenRandom,
     _Nucleus,
     _Shares,
     draw_from_nucleus,
+    first_hit,
+    hits,
 )
 from lockstep.executors.row_math import row_math
 from lockstep.executors.sampling import MAX_SORTED, draw
@@ -196,9 +197,9 @@ def softmax(row: Floats, temperature: float) -> npt.NDArray[np.float64]:
 @pytest.mark.parametrize(("size", "temperature"), [(150, 0.9), (4_133, 0.9), (4_159, 3.0), (6_400, 0.3)])
 def test_many_points_hit_in_proportion_to_the_weights(size: int, temperature: float) -> None:
     row = rows(7, size, None)
-    sampler = RejectionSampler(columns(row), temperature, np.float32(-np.inf), random_at(7, 0))
-    hits = np.concatenate([ids for _ in range(20) for _, ids in sampler.hits()]).tolist()
-    assert_distributed(hits, softmax(row, temperature))
+    cols, random = columns(row), random_at(7, 0)
+    batches = (ids for _ in range(20) for _, ids in hits(cols, temperature, np.float32(-np.inf), random))
+    assert_distributed(np.concatenate(list(batches)).tolist(), softmax(row, temperature))
 
 
 @pytest.mark.parametrize(("size", "temperature"), [(150, 0.9), (4_133, 0.35), (4_159, 0.5)])
@@ -275,7 +276,7 @@ def test_rejection_and_the_nucleus_agree_with_their_rules_under_a_support() -> N
     cols = columns(row)
     for position in range(200):
         random = random_at(9, position)
-        accepted = RejectionSampler(cols, 1.0, support.bound, random).first(support)
+        accepted = first_hit(cols, 1.0, support, random)
         token = draw_from_nucleus(cols, ResolvedSampling(1.0, top_p=0.999), support, random)
         for drawn in (accepted, token):
             assert row[drawn] > 3.0 or (row[drawn] == 3.0 and drawn <= support.last_id)

@@ -127,8 +127,9 @@ def test_a_reasoning_effort_that_the_template_supports_gives_no_warning() -> Non
         ({"reasoning_effort": "high"}, 1),
         ({"chat_template_kwargs": {"enable_thinking": False, "color": 1}}, 1),
     ):
-        call = chat_call(ChatBody.model_validate({"messages": [USER], **body}), Caller("", ServerOptions()), tokenizer)
-        assert len(call.warnings(tokenizer)) == warned
+        chat = ChatBody.model_validate({"messages": [USER], **body})
+        _, reply = chat_call(chat, Caller("", ServerOptions()), tokenizer)
+        assert len(reply.warnings(tokenizer)) == warned
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lockstep.engine.deadlines import Clock
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
@@ -16,6 +15,7 @@ from lockstep.errors import (
     LockstepError,
 )
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.system import SYSTEM, System
 from lockstep.worker.device import DeviceWorker
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.kv_events import KVEventsOptions
@@ -48,12 +48,12 @@ class Bench:
     """A worker with its step thread, and all that it has said."""
 
     def __init__(
-        self, clock: Clock | None = None, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
+        self, system: System = SYSTEM, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
     ) -> None:
         self.events: list[Event] = []
         self._ask_ids = itertools.count(1)
         self._said = threading.Condition()
-        self.worker = DeviceWorker(self._hear, clock, trace, kv_events=kv_events)
+        self.worker = DeviceWorker(self._hear, system, trace, kv_events=kv_events)
         self.steps = threading.Thread(target=self.worker.run)
         self.steps.start()
 
@@ -116,8 +116,8 @@ def ask(text: str, params: SamplingParams = SHORT) -> GenerationRequest:
     return GenerationRequest(tuple(text.encode()), params)
 
 
-class Ticking:
-    """A clock on which everything takes a millisecond."""
+class Ticking(System):
+    """A system on whose clock everything takes a millisecond."""
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -129,9 +129,9 @@ class Ticking:
 
 @contextmanager
 def running(
-    clock: Clock | None = None, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
+    system: System = SYSTEM, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
 ) -> Iterator[Bench]:
-    bench = Bench(clock, trace, kv_events)
+    bench = Bench(system, trace, kv_events)
     try:
         yield bench
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from lockstep.worker.messages import (
     Unload,
     Unloaded,
 )
+from tests.systems import WatchedSystem
 from tests.waiting import ENDLESS_MS, HANG_S, Gate, eventually
 from tests.worker.support import SHORT, ask
 
@@ -214,11 +216,11 @@ async def test_who_opens_a_link_and_leaves_leaves_no_process() -> None:
 
 
 @needs_unix
-def test_a_worker_process_that_cannot_be_started_raises_an_error_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+def test_a_worker_process_that_cannot_be_started_raises_an_error_with_the_reason() -> None:
+    def refuse(call: str, about: str) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
     before = psutil.Process().num_fds()
-    with pytest.raises(ExecutorError, match=r"no worker process can be started: .*/nowhere/python"):
-        SpawnedWorker("text", "warning")
+    with pytest.raises(ExecutorError, match=r"no worker process can be started: .*Resource temporarily unavailable"):
+        SpawnedWorker("text", "warning", system=WatchedSystem(refuse))
     assert psutil.Process().num_fds() == before, "both ends of its socket are closed"

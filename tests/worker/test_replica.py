@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import ArtifactNotFoundError
+from lockstep.system import SYSTEM
 from lockstep.worker.messages import Load, TrialOptions
 from lockstep.worker.replica import Replica, ReplicaRegistry, open_replica, throttled
 
@@ -96,7 +97,7 @@ def test_concurrent_readers_see_every_replica_with_its_priority(replicas: list[R
 
 def test_progress_passes_every_stage_on_and_few_reports_of_one() -> None:
     reports: list[tuple[str, float]] = []
-    report = throttled(lambda stage, fraction: reports.append((stage, fraction)))
+    report = throttled(lambda stage, fraction: reports.append((stage, fraction)), SYSTEM.now_s)
     for stage in ("download", "read", "compile"):
         for number in range(10_000):
             report(stage, number / 10_000)

@@ -20,14 +20,16 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SweepResult
-from lockstep.errors import ExecutorError, RequestFailedError, WorkerLostError
+from lockstep.errors import RequestFailedError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.system import SYSTEM, System
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.lifecycle import WorkerLost, WorkerRestarted
-from lockstep.worker.link import Link, SpawnedWorker, WorkerOptions, open_link
-from lockstep.worker.messages import Handler, SessionsChanged, StepReport
+from lockstep.worker.link import SpawnedWorker, WorkerOptions
+from lockstep.worker.messages import SessionsChanged, StepReport
 from lockstep.worker.pending import Mailbox
 from lockstep.worker.supervised import Notice, SupervisedWorker
+from tests.systems import WatchedSystem
 from tests.waiting import HANG_S, eventually
 
 Kind = Literal["thread", "process"]
@@ -38,9 +40,9 @@ PROCESS = pytest.param(
 
 
 @asynccontextmanager
-async def running(kind: Kind, notices: list[Notice]) -> AsyncIterator[SupervisedWorker]:
+async def running(kind: Kind, notices: list[Notice], system: System = SYSTEM) -> AsyncIterator[SupervisedWorker]:
     """A worker with the replicas a and b."""
-    worker = SupervisedWorker(WorkerOptions(kind), notices.append)
+    worker = SupervisedWorker(WorkerOptions(kind, system=system), notices.append)
     await worker.start()
     try:
         await worker.load("a", "stub://alpha", SMALL, priority=Priority.CRITICAL)
@@ -259,15 +261,14 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
 ) -> None:
     """Whatever hinders it: nobody else would ever start one."""
     notices: list[Notice] = []
-    hindrances: list[Exception] = [RuntimeError("a defect"), ExecutorError("no process can be started")]
+    hindrances: list[Exception] = []
 
-    async def hindered(options: WorkerOptions, handler: Handler) -> Link:
+    def hinder(call: str, about: str) -> None:
         if hindrances:
             raise hindrances.pop()
-        return await open_link(options, handler)
 
-    async with running(kind, notices) as worker:
-        monkeypatch.setattr("lockstep.worker.lifecycle.open_link", hindered)
+    async with running(kind, notices, WatchedSystem(hinder)) as worker:
+        hindrances += RuntimeError("a defect"), OSError("no more processes")
         monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", 0.01)
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
@@ -275,5 +276,5 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
         assert worker.is_up
         assert worker.loaded("a") is None, "the next worker begins with nothing"
     assert not hindrances
-    assert "the device worker did not restart: no process can be started" in caplog.text
+    assert "the device worker did not restart: no worker process can be started: no more processes" in caplog.text
     assert "the device worker did not restart: a defect" in caplog.text

@@ -9,11 +9,13 @@ stream aborts the request.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import UnavailableError
 
 
 class Hop(msgspec.Struct, frozen=True):
@@ -78,6 +80,21 @@ class ModelCard:
     """Context length; None, like the following fields, until the model is loaded."""
     has_chat_template: bool | None
     parent: str | None = None
+    text: Tokenizer | None = field(default=None, repr=False, compare=False)
+    """Tokenizer and chat template; None: the model is loading."""
+    absence: str = "the model is loading"
+    """Reason why there is no tokenizer yet, in one sentence."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer and chat template of the model.
+
+        Raises:
+            UnavailableError: the model is loading.
+        """
+        if self.text is None:
+            raise UnavailableError(self.absence)
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from lockstep.artifacts.source import open_artifact
@@ -30,7 +31,6 @@ from lockstep.cluster.state import ClusterOptions, ClusterState
 from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import (
     HostNotFoundError,
     InvalidParameterError,
@@ -74,7 +74,7 @@ class Cluster:
         self._handler = RequestHandler(state)
         self._prepared: OpenedManifest | None = None
         self._created_s = int(state.events.unix_time_s())
-        self._history = History()
+        self._history = History(self._state.now_s)
         self._sweeping: asyncio.Task[None] | None = None
         self._reloads = Reloads(state, self._read)
         self._operator_names = OperatorNames(
@@ -109,17 +109,6 @@ class Cluster:
     def card(self, name: str | None) -> ModelCard:
         """Card of the model with a name or alias; ModelNotFoundError: there is none."""
         return self._card(self._state.models.find(name))
-
-    def tokenizer(self, name: str | None) -> Tokenizer:
-        """Tokenizer and template of a model; ModelNotFoundError: no such model; UnavailableError: it is not loaded
-        yet."""
-        model = self._state.find(name)
-        if model.remote is not None:
-            return model.remote.tokenizer
-        assert model.replica is not None, "a model is local or remote"
-        if model.replica.tokenizer is None:
-            raise UnavailableError("the model is loading")
-        return model.replica.tokenizer
 
     def stream(self, request: GenerationRequest, progress: CallProgress | None = None) -> EventStream:
         """Answer a request. Closing the stream early aborts the request within one step.
@@ -247,7 +236,7 @@ class Cluster:
             log.warning(
                 "other gateways already serve %s; their manifest applies instead of this one", self._manifest.cluster
             )
-            self._manifest, self._prepared = await asyncio.to_thread(self._read, text), None
+            self._manifest, self._prepared = await self._state.system.run_in_thread(partial(self._read, text)), None
             self._state.declare(self._manifest)
         self._state.on_manifest = self._reloads.follow
 
@@ -314,8 +303,8 @@ class Cluster:
             if environment is not None
             else self._operator_names.check_for(permissions, self._state.models.declared.hosts)
         )
-        manifest = await asyncio.to_thread(
-            parse, text, validators=self._validators, environment=environment, author_check=permission_check
+        manifest = await self._state.system.run_in_thread(
+            partial(parse, text, validators=self._validators, environment=environment, author_check=permission_check)
         )
         self._check_booted()
         self._reloads.check(manifest)
@@ -424,7 +413,7 @@ class Cluster:
         """Periodically evict the KV of idle sessions, and check whether steps are still watched."""
         was_watched = False
         while True:
-            await asyncio.sleep(self._state.models.declared.sessions.sweep_interval_s)
+            await self._state.system.sleep(self._state.models.declared.sessions.sweep_interval_s)
             try:
                 await self._state.sweep_idle(self._state.now_s())
             except Exception:  # an internal error must not stop the eviction of sessions
@@ -454,10 +443,10 @@ class Cluster:
         return replica
 
     def _card(self, model: Model) -> ModelCard:
-        replica = model.replica
+        replica, remote, is_booted = model.replica, model.remote, self._state.is_booted
+        recorded = remote.text if isinstance(remote, RecordedModel) else None
+        known = recorded.tokenizer if recorded else replica.tokenizer if replica else None
         loaded = None if replica is None else replica.loaded
-        recorded = model.remote.text if isinstance(model.remote, RecordedModel) else None
-        tokenizer = recorded.tokenizer if recorded else replica.tokenizer if replica else None
         mates = () if replica is None else self._state.models_on(replica)
         return ModelCard(
             name=model.id,
@@ -466,6 +455,8 @@ class Cluster:
             created_s=self._created_s,
             tier=model.status(self._state.now_s()),
             max_model_len=recorded.max_model_len if recorded else loaded.config.max_model_len if loaded else None,
-            has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
+            has_chat_template=None if known is None else known.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,
+            text=None if not is_booted else known if remote is None else remote.tokenizer,
+            absence="the model is loading" if is_booted else self._state.loading,
         )

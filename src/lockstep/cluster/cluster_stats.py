@@ -6,7 +6,6 @@ stats are read, and all readers share the recorded moments.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import msgspec
 
 from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.system import SYSTEM
 
 DEFAULT_WINDOW_S = 30.0
 MAX_WINDOW_S = 3_600.0
@@ -91,7 +91,7 @@ class Moment(NamedTuple):
 class History:
     """Recorded moments, oldest first. Event loop only."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now_s: Callable[[], float] = SYSTEM.now_s) -> None:
         self.now_s = now_s
         self.started_s = now_s()
         self._kept: deque[Moment] = deque(maxlen=MAX_MOMENTS)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +32,7 @@ from lockstep.errors import (
 )
 from lockstep.hosts.values import Demand, Host, LinkOptions, ReplicaName, ReplicaPhase, ReplicaStatus, Runtime
 from lockstep.spelling import did_you_mean
+from lockstep.system import SYSTEM, System
 from lockstep.version import __version__
 from lockstep.worker.flight.options import TraceOptions
 
@@ -74,12 +74,10 @@ class Controller:
         trace: where plans are recorded; None: plans are not recorded.
     """
 
-    def __init__(
-        self, runtime: Runtime, trace: TraceOptions | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, runtime: Runtime, trace: TraceOptions | None = None, system: System = SYSTEM) -> None:
         self._runtime = runtime
-        self._clock = clock
-        self._plans = None if trace is None else PlanRecorder(trace)
+        self._system, self._clock = system, system.now_s
+        self._plans = None if trace is None else PlanRecorder(trace, system)
         self._gateways: dict[str, GatewayLink] = {}
         self._groups: dict[str, ControlledGroup] = {}
         self._found: dict[str, list[int]] = {}
@@ -95,7 +93,7 @@ class Controller:
         self._replacing = ""
         """Gateway that is applying a manifest; empty: none."""
         self._state = ControllerState(0)
-        self._no_gateway_since_s = clock()
+        self._no_gateway_since_s = system.now_s()
         """When the last gateway left."""
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +111,7 @@ class Controller:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._plans is not None:
-            await asyncio.to_thread(self._plans.close)
+            await self._system.run_in_thread(self._plans.close)
 
     # -- gateways ---------------------------------------------------------------------------------------------------
 
@@ -282,7 +280,7 @@ class Controller:
                 self._plan()
             except Exception:  # without this loop nothing plans, whatever the error
                 log.exception("internal error in the plan loop; planning continues")
-            await asyncio.sleep(TICK_S)
+            await self._system.sleep(TICK_S)
 
     async def _poll(self) -> None:
         """List the hosts, and request the status of each replica."""

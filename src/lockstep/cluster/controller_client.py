@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from lockstep.cluster.sessions import SessionUpdate
 from lockstep.errors import PlacingError, UnavailableError
 from lockstep.hosts.values import LinkOptions
 from lockstep.hosts.workers import HostedWorkers
+from lockstep.system import SYSTEM, System
 from lockstep.version import __version__
 
 log = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ class ControllerClient:
         report: Callable[[], GatewayReport],
         on_state: Callable[[ControllerState], None],
         on_sessions: Callable[[Sequence[SessionUpdate]], None],
-        clock: Callable[[], float] = time.monotonic,
+        system: System = SYSTEM,
     ) -> None:
-        self._now_s = clock
+        self._system, self._now_s = system, system.now_s
         self.gateway = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(3).hex()}"
         self.state = ControllerState(-1)
         self.contact_s = self._now_s()
@@ -155,7 +155,7 @@ class ControllerClient:
         try:
             async with asyncio.timeout(DISMISS_LIMIT_S):
                 while self.state.phases.get(key) in (Phase.RESIDENT, Phase.UNLOADING):
-                    await asyncio.sleep(MIN_REPORT_S)
+                    await self._system.sleep(MIN_REPORT_S)
         except TimeoutError:
             raise UnavailableError(
                 "other gateways still use the model; it is unloaded when their requests have ended"
@@ -177,10 +177,10 @@ class ControllerClient:
                     log.warning("the cluster's controller does not report; replicas keep answering: %s", error)
                 self.fault = str(error)
                 self._workers.fault = f"the cluster's controller does not report: {error}"
-                await asyncio.sleep(RETRY_S)
+                await self._system.sleep(RETRY_S)
             except Exception:  # without this loop the gateway would not follow the controller
                 log.exception("internal error while following the cluster's controller")
-                await asyncio.sleep(RETRY_S)
+                await self._system.sleep(RETRY_S)
 
     def _record_contact(self) -> None:
         now_s = self._now_s()
@@ -201,7 +201,7 @@ class ControllerClient:
     async def _send_reports(self) -> None:
         if news := await self._controller.report(self.gateway, self._report()):
             self._on_sessions(news)
-        await asyncio.sleep(MIN_REPORT_S)
+        await self._system.sleep(MIN_REPORT_S)
         try:
             async with asyncio.timeout(REPORT_S):
                 await self._is_changed.wait()

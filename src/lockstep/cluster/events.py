@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import msgspec
+
+from lockstep.system import SYSTEM
 
 MAX_KEPT_EVENTS = 1024
 """Number of kept events: a client may lag behind by this many, or catch up with them after a disconnection. Older
@@ -86,7 +87,7 @@ class ClusterEvent(msgspec.Struct, frozen=True):
 class EventLog:
     """Event log, written and read on one event loop."""
 
-    def __init__(self, unix_time_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, unix_time_s: Callable[[], float] = SYSTEM.unix_time_s) -> None:
         self.unix_time_s = unix_time_s
         self._kept: deque[ClusterEvent] = deque(maxlen=MAX_KEPT_EVENTS)
         self._last_id = 0

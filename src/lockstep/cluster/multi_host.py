@@ -91,7 +91,7 @@ class MultiHostBackend:
         hosts = manifest.hosts
         self._manifest = manifest
         self._worker = worker
-        self._now_s = worker.clock
+        self._system, self._now_s = worker.system, worker.system.now_s
         self._kv = kv
         self._policy = policy
         self._models = models
@@ -124,7 +124,7 @@ class MultiHostBackend:
         name, options = self._manifest.cluster, (self._link, self._worker, self._kv)
         controller, self._leave = await self._open_controller(name, hosts.ray, *options)
         self._client = ControllerClient(
-            controller, self.workers, self._report, self._on_state, self._on_sessions, self._now_s
+            controller, self.workers, self._report, self._on_state, self._on_sessions, self._system
         )
         return await self._client.start(dump(self._manifest))
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 
 from lockstep.cluster.planner import Action, Observed, PlanPolicy
+from lockstep.system import SYSTEM, System
 from lockstep.worker.flight.entries import EntryStruct
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.flight.writer import RecordingWriter
@@ -40,8 +41,8 @@ def action_fields(action: Action) -> ActionFields:
 class PlanRecorder:
     """Writes every plan, in a thread of its files; what cannot be written is logged once, and nothing waits for it."""
 
-    def __init__(self, options: TraceOptions) -> None:
-        self._writer = RecordingWriter(options.share(SHARE), PLAN_SUFFIX)
+    def __init__(self, options: TraceOptions, system: System = SYSTEM) -> None:
+        self._writer = RecordingWriter(options.share(SHARE), PLAN_SUFFIX, system=system)
 
     def planned(self, observed: Observed, now_s: float, policy: PlanPolicy, actions: Sequence[Action]) -> None:
         """Record a plan."""

@@ -10,6 +10,7 @@ from lockstep.cluster.threads import LONG_BYTES, WorkerThreads
 from lockstep.engine.input_processing import tokenised
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.engine.tokenizer import Tokenizer
+from lockstep.system import SYSTEM, System
 
 MAX_INLINE_CHARS = 4_096
 """Longest prompt in characters that is tokenised on the event loop; longer ones use another thread, so they do not
@@ -26,8 +27,8 @@ MAX_WAITING_BYTES = 256 << 20
 class PromptTokeniser:
     """Tokeniser of prompts that moves long ones to another thread. Event loop only."""
 
-    def __init__(self) -> None:
-        self._threads = WorkerThreads(MAX_WAITING_BYTES)
+    def __init__(self, system: System = SYSTEM) -> None:
+        self._threads = WorkerThreads(MAX_WAITING_BYTES, system)
         self._num_loop_chars = 0
 
     async def tokenised(

@@ -7,7 +7,6 @@ prompt is found by its tokens. Stop strings and limits of the new request apply 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -27,6 +26,7 @@ from lockstep.errors import (
     RequestFailedError,
     UnavailableError,
 )
+from lockstep.system import SYSTEM, System
 from lockstep.worker.flight.content import parameters_as_bytes
 
 SCHEME = "recorded://"
@@ -49,7 +49,7 @@ class RecordedModel:
         index: recorded answers of the model.
         speed: factor by which recorded times are divided; 0: answers are not delayed.
         is_strict: a request must match a recorded one in prompt, parameters and seed.
-        clock: clock in seconds.
+        system: clock, and threads that tokenise long prompts.
     """
 
     status = "resident"
@@ -63,15 +63,15 @@ class RecordedModel:
         speed: float = 1.0,
         *,
         is_strict: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        system: System = SYSTEM,
     ) -> None:
         self.name = name
         self.text = text
         self.index = index
         self._speed = speed
         self._is_strict = is_strict
-        self._clock = clock
-        self._prompts = PromptTokeniser()
+        self._clock = system.now_s
+        self._prompts = PromptTokeniser(system)
         self._open: dict[asyncio.Future[None], None] = {}
         """Calls in progress; an exception set on a future ends its call with that error."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from lockstep.cluster.manifest import Hosts, Manifest, Tier
 from lockstep.cluster.manifest_file import dump
@@ -96,7 +97,7 @@ class Reloads:
 
     async def _follow(self, hosts: MultiHostBackend, text: str) -> None:
         try:
-            await self._replace(await asyncio.to_thread(self._read, text), None)
+            await self._replace(await self._state.system.run_in_thread(partial(self._read, text)), None)
         except LockstepError as error:
             log.error("a manifest applied by another gateway cannot be served here: %s", error)
         hosts.client.manifest_applied(text)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-import time
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -27,6 +25,7 @@ from lockstep.engine.metrics import HISTOGRAMS, Histogram
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, UnavailableError
+from lockstep.system import SYSTEM, System
 from lockstep.version import __version__
 from lockstep.worker.health import backoff_s
 from lockstep.worker.logs import FIELDS
@@ -62,7 +61,7 @@ class RemoteModel:
         entry: entry whose `remote` block has the address. Its timeout limits the wait for the first byte and each later
             silence.
         api_key: value of the environment variable that the entry names. It is sent to the other server and never shown.
-        clock: clock of the circuit breaker.
+        system: clock of the circuit breaker, and pauses between attempts.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class RemoteModel:
         entry: ModelEntry,
         api_key: str | None = None,
         options: RemoteOptions | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        system: System = SYSTEM,
     ) -> None:
         remote = entry.remote
         assert remote is not None, f"{entry.id} has no remote"
@@ -78,7 +77,7 @@ class RemoteModel:
         self.tokenizer: Tokenizer = remote_tokenizer()
         """Tokenizer without a vocabulary, used to prepare calls."""
         self._options = options or RemoteOptions()
-        self._clock = clock
+        self._system, self._clock = system, system.now_s
         self._api_key = api_key
         self._model = remote.model or entry.id
         self._silence_s = remote.timeout_s
@@ -203,7 +202,7 @@ class RemoteModel:
                 if is_over or not failure.may_retry:
                     raise failure.error from None
                 wait_s = backoff_s(attempt + 1, options.backoff_s, options.breaker.max_rest_s)
-                await deadlines.wait(lambda: asyncio.sleep(wait_s), None, failure.error)  # noqa: B023  awaited here
+                await deadlines.wait(lambda: self._system.sleep(wait_s), None, failure.error)  # noqa: B023  awaited here
             except BaseException:
                 self._breaker.left(admission)
                 await exchange.close()

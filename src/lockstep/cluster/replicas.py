@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from lockstep.cluster.replica_state import FAILED, WARM_TIME_S, ReplicaSpec, Rep
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
 from lockstep.hosts.workers import HostedWorkers
+from lockstep.system import SYSTEM, System
 from lockstep.worker.supervised import SupervisedWorker
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Replicas:
         policy: time limits of the planner.
         on_moved: called after each change of phase.
         on_planned: called with every plan, before it is carried out.
-        clock: monotonic clock, in seconds.
+        system: clock, and threads that read tokenizers.
         decide: planning function. With several hosts it takes the actions from the controller's state.
     """
 
@@ -72,14 +72,14 @@ class Replicas:
         policy: PlanPolicy,
         on_moved: Watcher,
         on_planned: PlanWatcher | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        system: System = SYSTEM,
         decide: Decide = plan,
     ) -> None:
         self._worker = worker
         self._policy = policy
         self._on_moved = on_moved
         self._on_planned = on_planned
-        self._clock = clock
+        self._system, self._clock = system, system.now_s
         self._decide = decide
         self._replicas: dict[str, ReplicaState] = {}
         """Replicas by key, in order of definition."""
@@ -128,7 +128,7 @@ class Replicas:
     async def read_text(self, replica: ReplicaState) -> None:
         """Read a replica's tokenizer, so that its requests can be prepared before it is first loaded."""
         if replica.tokenizer is None:
-            replica.tokenizer = await asyncio.to_thread(replica.spec.tokenizer)
+            replica.tokenizer = await self._system.run_in_thread(replica.spec.tokenizer)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class Replicas:
                 spec.key, spec.source, spec.options, progress, replica.priority, is_suspect=replica.is_suspect
             )
             if replica.loaded is None or replica.loaded.text != loaded.text:
-                replica.tokenizer = await asyncio.to_thread(lambda: Tokenizer(loaded.text.parts()))
+                replica.tokenizer = await self._system.run_in_thread(lambda: Tokenizer(loaded.text.parts()))
             measured = spec.measure(loaded)
             excess = overshoot(self._observed(self._clock()), spec.key, measured)
             replica.measured_bytes = measured

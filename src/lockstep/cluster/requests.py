@@ -52,7 +52,7 @@ class RequestHandler:
     def __init__(self, state: ClusterState) -> None:
         self._state = state
         self._clock = state.now_s
-        self._prompts = PromptTokeniser()
+        self._prompts = PromptTokeniser(state.system)
         self.num_open = 0
 
     async def stream(self, call: GenerationRequest, progress: CallProgress) -> EventStream:
@@ -289,13 +289,11 @@ def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:
 
 def _shortened(call: GenerationRequest, waited_s: float) -> GenerationRequest:
     """Return a request whose deadlines count from now."""
-    if call.deadline_s is None and call.queue_deadline_s is None:
+    limits = (call.deadline_s, call.queue_deadline_s)
+    if limits == (None, None):
         return call
-    left = [
-        None if limit is None else max(MIN_DEADLINE_S, limit - waited_s)
-        for limit in (call.deadline_s, call.queue_deadline_s)
-    ]
-    return replace(call, deadline_s=left[0], queue_deadline_s=left[1])
+    whole_s, queue_s = (None if limit is None else max(MIN_DEADLINE_S, limit - waited_s) for limit in limits)
+    return replace(call, deadline_s=whole_s, queue_deadline_s=queue_s)
 
 
 def _too_late(model: Model, call: GenerationRequest, waited_s: float) -> LockstepError:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy, bits_of
 from lockstep.core.prefix import ContentNews
+from lockstep.system import SYSTEM, System
 from lockstep.worker.flight.content import Digests
 from lockstep.worker.flight.entries import EntryStruct, Runs, runs_of
 from lockstep.worker.flight.options import TraceOptions
@@ -185,9 +186,9 @@ class RouteRecorder:
     tracks the balancers from these calls alone, so a later file begins with the state that the earlier files lead to.
     """
 
-    def __init__(self, options: TraceOptions) -> None:
+    def __init__(self, options: TraceOptions, system: System = SYSTEM) -> None:
         self._digests = Digests(options.secret())
-        self._writer = RecordingWriter(options.share(SHARE), ROUTE_SUFFIX, self._digests.key_name)
+        self._writer = RecordingWriter(options.share(SHARE), ROUTE_SUFFIX, self._digests.key_name, system)
         self._files = self._writer.files
         self._groups: dict[str, _Group] = {}
         self._num_groups = 0

@@ -92,12 +92,12 @@ class ClusterState:
 
     def __init__(self, options: ClusterOptions, manifest: Manifest) -> None:
         self.options = options
-        self.now_s = options.worker.clock
+        self.system, self.now_s = options.worker.system, options.worker.system.now_s
         self.models = ModelSet(manifest, served_by(manifest, options.backend), unopened_model)
         """Models that serve calls, or will serve them once their artifacts are opened."""
         self.sessions = Sessions(is_shared=manifest.hosts is not None)
         trace = options.worker.trace
-        self._routes = None if trace is None or manifest.hosts is None else RouteRecorder(trace)
+        self._routes = None if trace is None or manifest.hosts is None else RouteRecorder(trace, self.system)
         self.hosts: MultiHostBackend | None = None
         """Backend of a cluster on several hosts; None: all models run on this machine."""
         self.worker: SupervisedWorker | HostedWorkers
@@ -117,17 +117,17 @@ class ClusterState:
                 self._routes,
             )
             self.worker = self.hosts.workers
-        self.events = EventLog()
+        self.events = EventLog(self.system.unix_time_s)
         self.counters = ClusterCounters()
         self._host_store = HostStore()
         self.session_locations = SessionLocations(
             self.worker, self.sessions, lambda: self.models.by_id, lambda: self._host_store.is_open
         )
         self.transitions: deque[TransitionSnapshot] = deque(maxlen=MAX_TRANSITIONS)
-        self._plans = None if trace is None or self.hosts is not None else PlanRecorder(trace)
+        self._plans = None if trace is None or self.hosts is not None else PlanRecorder(trace, self.system)
         on_planned = None if self._plans is None else self._plans.planned
         decide = plan if self.hosts is None else self.hosts.decide
-        self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned, self.now_s, decide)
+        self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned, self.system, decide)
         if self.hosts is not None:
             self.hosts.replicas = self.replicas
         self.on_manifest: Callable[[str], None] = lambda text: None
@@ -189,7 +189,7 @@ class ClusterState:
             those = served if fetches else local_part(served)
             return open_manifest(those, self.options.load, held_bytes, report, is_alone=is_alone)
 
-        return self.weighed(await in_thread(open_them))
+        return self.weighed(await in_thread(open_them, self.system))
 
     def weighed(self, opened: OpenedManifest) -> OpenedManifest:
         """Replace predicted sizes by the sizes measured at load. OverBudgetError: the models need more than the budgets
@@ -232,7 +232,7 @@ class ClusterState:
         key = None if key_name is None else self.options.environment.get(key_name)
         if key_name is not None and not key:
             log.warning("%s: %s, which api_key_env names, is not set; no key is sent", entry.id, key_name)
-        return RemoteModel(entry, key or None)
+        return RemoteModel(entry, key or None, system=self.system)
 
     def _eviction_callback(self, model: str) -> Callable[[str], None]:
         """Return a function that frees the KV of a session evicted for another one."""
@@ -304,10 +304,10 @@ class ClusterState:
         await self.worker.close()
         if self.hosts is not None:
             await self.hosts.close()
-        await asyncio.to_thread(self._host_store.close)
+        await self.system.run_in_thread(self._host_store.close)
         for recorder in (self._plans, self._routes):
             if recorder is not None:
-                await asyncio.to_thread(recorder.close)
+                await self.system.run_in_thread(recorder.close)
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from lockstep.errors import QueueFullError
+from lockstep.system import SYSTEM, System
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ TRIM_AFTER_S = 0.5
 """Delay in seconds after the last work before memory is released; by then the work's data has been freed."""
 
 
-async def in_thread(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[[], T], system: System = SYSTEM) -> T:
     """Run a function on its own thread, and return its value or raise its error.
 
     If the caller is cancelled, the function runs to its end, or to the end of the process.
@@ -50,7 +51,7 @@ async def in_thread(work: Callable[[], T]) -> T:
             call_on(loop, settle, done, done.set_result, value)
         del done  # as below: the frames of an error refer to it
 
-    threading.Thread(target=body, args=(done,), name="lockstep-aside", daemon=True).start()
+    system.start_thread(partial(body, done), "lockstep-aside")
     try:
         return await done
     finally:
@@ -79,7 +80,8 @@ class WorkerThreads:
         max_waiting_bytes: maximum amount of data of all waiting work together.
     """
 
-    def __init__(self, max_waiting_bytes: int) -> None:
+    def __init__(self, max_waiting_bytes: int, system: System = SYSTEM) -> None:
+        self._system = system
         self._short, self._long = asyncio.Semaphore(SHORT_THREADS), asyncio.Semaphore(LONG_THREADS)
         self._max_waiting_bytes = max_waiting_bytes
         self._num_waiting_bytes = 0
@@ -100,7 +102,7 @@ class WorkerThreads:
         """
         slots = self._long if num_bytes > LONG_BYTES else self._short
         await self._enter(slots, num_bytes)
-        working = asyncio.get_running_loop().create_task(in_thread(work))
+        working = asyncio.get_running_loop().create_task(in_thread(work, self._system))
         working.add_done_callback(lambda ended: self._end(ended, slots, num_bytes))
         try:
             return await asyncio.shield(working)
@@ -137,7 +139,7 @@ class WorkerThreads:
 
     def _trim(self) -> None:
         self._trimming, self._num_kept_bytes = None, 0
-        threading.Thread(target=release_memory, name="lockstep-trim", daemon=True).start()
+        self._system.start_thread(release_memory, "lockstep-trim")
 
 
 def release_memory() -> None:

@@ -9,27 +9,14 @@ whole answer, together with the text so far. A stream and `LLM` raise it.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lockstep.engine.request import GenerationRequest
-from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError
+from lockstep.errors import DeadlineError, QueueDeadlineError
 
 MAX_STALE = 1_024
 """Deadlines of ended requests that may remain in the heap, in addition to four for each open request."""
-
-
-def check_deadlines(request: GenerationRequest) -> None:
-    """Check that deadlines are positive.
-
-    Raises:
-        InvalidParameterError: one is not; `param` names it.
-    """
-    for name, value in (("deadline_s", request.deadline_s), ("queue_deadline_s", request.queue_deadline_s)):
-        if value is not None and not value > 0:
-            raise InvalidParameterError.of(name, value, "positive")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -65,9 +52,9 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[Due] = []
 
-    def add(self, request_id: int, arrival_s: float, request: GenerationRequest) -> None:
-        """Add the deadlines of a request that arrived at ``arrival_s``."""
-        for while_running, after_s in ((False, request.queue_deadline_s), (True, request.deadline_s)):
+    def add(self, request_id: int, arrival_s: float, queue_deadline_s: float | None, deadline_s: float | None) -> None:
+        """Add the deadlines, in seconds, of a request that arrived at ``arrival_s``."""
+        for while_running, after_s in ((False, queue_deadline_s), (True, deadline_s)):
             if after_s is not None:
                 heapq.heappush(self._heap, Due(arrival_s + after_s, request_id, while_running, after_s))
 
@@ -94,12 +81,6 @@ class Clock(Protocol):
     """Clock for deadlines: seconds since an arbitrary origin; never decreases."""
 
     def now_s(self) -> float: ...
-
-
-class SystemClock:
-    """The machine's monotonic clock."""
-
-    now_s = staticmethod(time.perf_counter)
 
 
 class ManualClock:

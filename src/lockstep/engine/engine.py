@@ -16,7 +16,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepEvents, StepPlan, StepResult
-from lockstep.engine.deadlines import Clock, SystemClock
+from lockstep.engine.deadlines import Clock
 from lockstep.engine.generation import Sink
 from lockstep.engine.input_processing import prepare
 from lockstep.engine.kv_store import KVStore
@@ -30,6 +30,7 @@ from lockstep.engine.queues import AbortCommand, Inbox, LoopMailboxes
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import EngineSessions, SessionChange, SessionReport
 from lockstep.errors import LockstepError, RequestFailedError, UsageError
+from lockstep.system import SYSTEM
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Engine:
         if store is not None and config.enable_prefix_caching:
             kv = KVTransfer(self.scheduler, model, store, kv_class, wake or self._inbox.wake)
         self.sessions = EngineSessions(self.scheduler, on_session or (lambda change: None), kv)
-        self._now_s = (clock or SystemClock()).now_s
+        self._now_s = (clock or SYSTEM).now_s
         self._observer = observer
         self._metrics = EngineMetrics()
         self._fingerprint = Fingerprint()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.prefix import block_hashes
 from lockstep.core.request import FinishReason, Request
 from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.metrics import SequenceSpan
@@ -258,16 +257,11 @@ class Generation:
         """True if the sequence has its maximum number of tokens."""
         return len(self.tokens) >= self.max_len
 
-    def name_answer(self, namespace: bytes, block_size: int) -> tuple[bytes, ...]:
-        """Hash the full blocks after those of the prompt, when the sequence ends; returns what is new in
-        ``block_hashes``.
-
-        The tokens of its last step have no KV. Outside of a step, the last token has none.
-        """
-        known = self.block_hashes
-        ids = self.tokens[: len(self.tokens) - max(1, len(self.delta_ids))]
-        self.block_hashes = block_hashes(namespace, ids, block_size, known)
-        return self.block_hashes[len(known) :]
+    @property
+    def computed_ids(self) -> list[int]:
+        """Tokens that have KV when the sequence ends. Those of its last step have none; outside of a step, the last
+        token has none."""
+        return self.tokens[: len(self.tokens) - max(1, len(self.delta_ids))]
 
     def span(self) -> SequenceSpan:
         live = self.live
@@ -306,6 +300,8 @@ class LiveRequest:
     sampling: ResolvedSampling
     seed: int
     """Seed of the first sequence. Sibling ``i`` samples with ``seed + i``."""
+    namespace: bytes = b""
+    """Root of the hashes of its blocks; empty: its blocks are not shared with other requests."""
     end_ids: tuple[int, ...] = ()
     """Token ids that end a sequence, in a fixed order."""
     ignored_end_ids: tuple[int, ...] = ()

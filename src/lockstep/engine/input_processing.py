@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from lockstep.core.policy import SchedulerConfig, output_limit
-from lockstep.core.prefix import block_hashes
+from lockstep.core.prefix import block_hashes, namespace_of
 from lockstep.core.request import Request
-from lockstep.engine.deadlines import check_deadlines
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.output_rules import POOLINGS, Runs
@@ -37,20 +36,16 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         InvalidParameterError: a parameter, or a token of the prompt, is out of range.
         PromptTooLongError: the prompt can never fit the context or the KV pool.
     """
-    params, vocab_size = request.params, model.vocab_size
-    params.validate(vocab_size)
-    check_deadlines(request)
-    check_session(request)
-    _check_labels(request)
+    check_request(request, model.vocab_size)
+    params = request.params
     request = tokenised(model.tokenizer, config.max_model_len, request)
     prompt_ids = request.prompt_ids
-    _check_ids(prompt_ids, vocab_size)
+    _check_ids(prompt_ids, model.vocab_size)
     if request.pooling is not None:
         return _prepare_pooling(model, config, request, prompt_ids)
-    check_logprobs("prompt_logprobs", request.prompt_logprobs, vocab_size)
-    hashes: tuple[bytes, ...] = ()
-    if config.enable_prefix_caching:
-        hashes = block_hashes(model.namespace(request.cache_salt), prompt_ids, config.block_size)
+    check_logprobs("prompt_logprobs", request.prompt_logprobs, model.vocab_size)
+    namespace = namespace_of(model.fingerprint, request.cache_salt)
+    hashes = block_hashes(namespace, prompt_ids, config.block_size) if config.enable_prefix_caching else ()
     max_tokens = params.max_tokens
     if max_tokens is not None and request.cuts_to_context:
         max_tokens = min(max_tokens, output_limit(config, Request(len(prompt_ids), None)))
@@ -75,8 +70,25 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         shown_ids=shown_ids_of(model.tokenizer, request),
         banned_runs=banned_runs(model.tokenizer, params.bad_words) if params.bad_words else (),
         sampling=params.resolve(model.sampling_defaults),
+        namespace=namespace,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
     )
+
+
+def check_request(request: GenerationRequest, vocab_size: int) -> None:
+    """Admit a request by everything that can be judged without its tokens: parameters, deadlines, session and labels.
+
+    Raises:
+        InvalidParameterError: the first reason to refuse it; `param` names the field.
+    """
+    request.params.validate(vocab_size)
+    for name, seconds in (("deadline_s", request.deadline_s), ("queue_deadline_s", request.queue_deadline_s)):
+        if seconds is not None and not seconds > 0:
+            raise InvalidParameterError.of(name, seconds, "positive")
+    check_session(request)
+    for name, most in (("external_id", MAX_EXTERNAL_ID_CHARS), ("segment", MAX_SEGMENT_CHARS)):
+        if len(getattr(request, name)) > most:
+            raise InvalidParameterError(f"{name} must have at most {most} characters", param=name)
 
 
 def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest) -> GenerationRequest:
@@ -105,6 +117,8 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
     if most is not None and len(ids) > most:
         raise too_many_tokens(len(ids), most)
     ids = _truncated(tuple(ids), max_model_len, request)
+    if ids is prompt and request.truncate_prompt_tokens is None:  # tokenised before, by the server
+        return request
     return replace(request, prompt=ids, reasoning=reasoning, truncate_prompt_tokens=None)
 
 
@@ -186,12 +200,6 @@ def check_session(request: GenerationRequest) -> None:
         raise InvalidParameterError.of("max_active_sessions", request.max_active_sessions, "at least 1")
     if request.pooling is not None:
         raise InvalidParameterError("an embedding request leaves no KV for a session to keep", param="session_id")
-
-
-def _check_labels(request: GenerationRequest) -> None:
-    for name, most in (("external_id", MAX_EXTERNAL_ID_CHARS), ("segment", MAX_SEGMENT_CHARS)):
-        if len(getattr(request, name)) > most:
-            raise InvalidParameterError(f"{name} must have at most {most} characters", param=name)
 
 
 def ends_of(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], tuple[int, ...]]:

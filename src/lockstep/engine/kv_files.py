@@ -30,6 +30,7 @@ from typing import NamedTuple
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 from lockstep.owned_folders import OwnedFolder, claim_folder, lock_file
+from lockstep.system import SYSTEM, System
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +78,9 @@ class BlockFiles:
         UsageError: the folder cannot be used, or another process uses it.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int) -> None:
+    def __init__(self, folder: Path, budget_bytes: int, system: System = SYSTEM) -> None:
         self.folder = folder
+        self.system = system
         self.budget_bytes = budget_bytes
         self.num_bytes = 0
         """Size of all files, in whole pages."""
@@ -185,18 +187,13 @@ class BlockFiles:
 
     def _write(self, key: BlockKey, content: Blocks, class_: int) -> bool:
         path = self._path(key)
-        partial = path.with_suffix(".part")
+        header = header_of(key, content)
         for _ in range(1 + MAX_RETRIES):
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-                with open(os.open(partial, flags, 0o600), "wb", buffering=0) as file:
-                    _write_all(file.fileno(), header_of(key, content), content.data)
-                partial.rename(path)
+                self.system.write_file(path, header, content.data, permissions=0o600)
                 return True
             except OSError as error:
-                with suppress(OSError):
-                    partial.unlink(missing_ok=True)
                 if not self.refused(error, class_):
                     break
         return False
@@ -404,10 +401,3 @@ def _read_all(descriptor: int, content: memoryview) -> int:
     while num_read < len(content) and (count := os.readv(descriptor, [content[num_read:]])):
         num_read += count
     return num_read
-
-
-def _write_all(descriptor: int, header: bytes, content: memoryview) -> None:
-    written = os.writev(descriptor, [header, content])
-    while written < len(header) + len(content):
-        count = os.write(descriptor, content[written - len(header) :] if written >= len(header) else header[written:])
-        written += count

@@ -101,7 +101,7 @@ class SessionRecords:
         if self.tier is None:
             return
         record, path = self._records.get(name), self.tier.folder / _FOLDER / name
-        partial, before = path.with_suffix(".part"), self._file_bytes.get(name, 0)
+        before = self._file_bytes.get(name, 0)
         try:
             if record is None:
                 path.unlink(missing_ok=True)
@@ -109,11 +109,8 @@ class SessionRecords:
             else:
                 data = msgspec.msgpack.encode(record)
                 self._charge(self.tier, name, len(data))
-                partial.write_bytes(data)
-                partial.rename(path)
+                self.tier.system.write_file(path, data)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             self._charge(self.tier, name, before)  # the file has not changed
             self.tier.refused(error)
 

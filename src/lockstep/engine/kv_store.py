@@ -20,7 +20,9 @@ from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord, SessionRecords
 from lockstep.engine.kv_tiers import KVStoreOptions, KVTierName, KVTiers
+from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
+from lockstep.system import SYSTEM, System
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +57,19 @@ class KVStore:
             loss of records. Called by any thread; must not block.
 
     Raises:
-        UsageError: a folder cannot be used, or another process uses it.
+        UsageError: a folder cannot be used, another process uses it, or no thread can be started.
     """
 
-    def __init__(self, options: KVStoreOptions, on_fault: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        options: KVStoreOptions,
+        on_fault: Callable[[str], None] = lambda text: None,
+        system: System = SYSTEM,
+    ) -> None:
         self.options = options
+        self.system = system
         self._on_fault = on_fault
-        self.tiers = KVTiers(options, on_fault)
+        self.tiers = KVTiers(options, on_fault, system)
         self._records = SessionRecords(self.tiers.slowest)
         self._jobs: OrderedDict[object, _Job] = OrderedDict()
         """Jobs in the order in which they are done. A job that is queued again moves to the end."""
@@ -76,8 +84,11 @@ class KVStore:
         self._changed = threading.Condition()
         self._is_working = False
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="lockstep-kv", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = system.start_thread(self._run, "lockstep-kv")
+        except RuntimeError as error:
+            self.tiers.close()  # so that another attempt finds the folders unlocked
+            raise UsageError(f"KV cannot be stored outside of the device: {error}") from error
 
     # -- any thread -----------------------------------------------------------------------------------------------
 

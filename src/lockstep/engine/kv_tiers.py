@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey, HostFolder, claim_host_folder, host_fault
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
+from lockstep.system import SYSTEM, System
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +76,9 @@ class KVTiers:
         UsageError: a folder cannot be used, or another process uses it.
     """
 
-    def __init__(self, options: KVStoreOptions, on_fault: Callable[[str], None]) -> None:
+    def __init__(self, options: KVStoreOptions, on_fault: Callable[[str], None], system: System = SYSTEM) -> None:
         self._on_fault = on_fault
+        self._system = system
         self._files: Mapping[KVTierName, BlockFiles] = {}
         """Files by tier, fastest first. The mapping is replaced and never modified."""
         try:
@@ -216,7 +218,7 @@ class KVTiers:
     def _open(self, options: KVStoreOptions) -> None:
         for tier, folder, num_bytes in options.tiers:
             if folder and num_bytes and tier not in self._files:
-                opened = {**self._files, tier: BlockFiles(Path(folder), num_bytes)}
+                opened = {**self._files, tier: BlockFiles(Path(folder), num_bytes, self._system)}
                 self._files = {each: opened[each] for each in KVTierName if each in opened}
 
     def _read(self, tier: KVTierName, key: BlockKey, content: Blocks) -> bool:

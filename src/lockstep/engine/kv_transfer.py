@@ -7,7 +7,6 @@ is then added to the scheduler like any other. Between two steps, a limited numb
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ class KVTransfer:
         return True
 
     def leave(self, live: LiveRequest) -> None:
-        """Remove a request that has ended."""
+        """Remove a request that has ended before it was scheduled."""
         if live in self._waiting:
             self._waiting.remove(live)
         for each in self._pending_loads:
@@ -180,7 +179,7 @@ class KVTransfer:
         """Queue a session's blocks to be copied to the store."""
         if not self.store.tiers:
             return
-        self.store.remember(SessionRecord(owner, session_id, self.environment, hashes, time.time()))
+        self.store.remember(SessionRecord(owner, session_id, self.environment, hashes, self.store.system.unix_time_s()))
         self._unsaved.update(dict.fromkeys(self._missing(hashes)))
         while len(self._unsaved) > self._scheduler.config.num_blocks:
             self._unsaved.popitem(last=False)  # no longer on the device

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.core.policy import SchedulerConfig
-from lockstep.core.prefix import namespace_of
 from lockstep.engine.options import LoadOptions, Progress, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, UsageError
@@ -53,10 +52,6 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         return self.executor.geometry.vocab_size
-
-    def namespace(self, cache_salt: str) -> bytes:
-        """Root of this model's prefix-cache hashes: the artifact's content and the caller's salt."""
-        return namespace_of(self.fingerprint, cache_salt)
 
     def close(self) -> None:
         self.executor.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.prefix import block_hashes
 from lockstep.core.request import CommandListener, FinishReason
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import FinishedSequence
@@ -126,15 +127,17 @@ class OpenRequests:
     def add(self, live: LiveRequest, now_s: float) -> None:
         """Add a request to the queue. A rejected request ends with the reason."""
         try:
-            is_first = self._sessions.enter(live, now_s)
+            is_admitted = self._sessions.enter(live, now_s)
         except QueueFullError as error:
             self._refuse(live, error)
             return
-        if is_first and not self.schedule(live, now_s):
+        if not is_admitted:
+            self.waits.record_wait(live)
+        elif not self.schedule(live, now_s):
             return
-        self.waits.record_wait(live)
-        self.deadlines.add(live.request_id, live.arrival_s, live.request)
-        self.deadlines.forget_stale(self.by_id)
+        request = live.request
+        self.deadlines.add(live.request_id, live.arrival_s, request.queue_deadline_s, request.deadline_s)
+        self.deadlines.forget_stale(self.by_id.keys())
         self._accepted.append(live.request_id)
 
     def schedule(self, live: LiveRequest, now_s: float) -> bool:
@@ -165,9 +168,9 @@ class OpenRequests:
     def _name_answer(self, generation: Generation, reason: FinishReason | None) -> None:
         """Name the blocks of an answer, unless its model has failed or the request is an embedding request."""
         if reason is not FinishReason.ERROR and generation.pooler is None:
-            namespace = self._model.namespace(generation.live.request.cache_salt)
-            hashes = generation.name_answer(namespace, self._scheduler.config.block_size)
-            self._scheduler.name_answer(generation.seq_id, hashes)
+            known, size = generation.block_hashes, self._scheduler.config.block_size
+            generation.block_hashes = block_hashes(generation.live.namespace, generation.computed_ids, size, known)
+            self._scheduler.name_answer(generation.seq_id, generation.block_hashes[len(known) :])
 
     def end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
         """End the unfinished sequences of a request, outside of a step."""

@@ -160,7 +160,7 @@ class EngineSessions:
 
     def leave(self, live: LiveRequest, now_s: float) -> None:
         """Remove a request that has ended. If its prompt was never computed, its session keeps its previous blocks."""
-        if self.kv is not None:
+        if self.kv is not None and not live.generations:  # one that was scheduled waits for no blocks
             self.kv.leave(live)
         if live.request.session_id is None:
             return

@@ -16,10 +16,10 @@ messages contain no special token, and their prompt is tokenised as one text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.errors import ChatTemplateError, InvalidParameterError
@@ -34,16 +34,6 @@ _MORE_PRIVATE = range(0xF0000, 0xFFFFE)
 
 Transform = Callable[[str, bool], str]
 """Function of (text, whether it is the assistant's) that returns the new text."""
-
-
-class Encoder(Protocol):
-    """The part of a tokenizer that tokenises a rendered conversation."""
-
-    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]: ...
-
-    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def check_length(self, texts: Sequence[str], most: int) -> None: ...
 
 
 class SpecialTokenGuard:
@@ -78,27 +68,22 @@ class SpecialTokenGuard:
         self._used = frozenset(template.source)
         self._normalizer = tokenizer.normalizer if any(token.normalized for token in strong.values()) else None
 
-    def encode(
-        self,
-        context: dict[str, object],
-        now: datetime | None,
-        encoder: Encoder,
-        *,
-        continue_final: bool = False,
-        most: int | None = None,
-    ) -> list[int]:
-        """Render and tokenise a conversation.
+    def render(
+        self, context: dict[str, object], now: datetime | None, *, continue_final: bool = False
+    ) -> tuple[str, str | None]:
+        """Render a conversation.
 
         Args:
             context: the template's checked variables.
             now: time for ``strftime_now``.
             continue_final: end with the content of the last message.
-            most: maximum number of tokens; None: no limit.
+
+        Returns:
+            The text, and the private character that marks the callers' special tokens, for `split`. None: every special
+            token in the text comes from the template.
 
         Raises:
-            ChatTemplateError: the template failed or does not show that content, or the vocabulary always makes a
-                special token of a plain text.
-            PromptTooLongError: there are more than ``most`` tokens, as far as this is checked.
+            ChatTemplateError: the template failed or does not show that content.
         """
         end = self._mark_end(context) if continue_final else ""
         text, private = self._rendered(context, now)
@@ -110,20 +95,28 @@ class SpecialTokenGuard:
                     param="continue_final_message",
                 )
             text = text.replace(end, "")
-        if most is not None:
-            encoder.check_length([text], most)
-        if private is None:
-            return encoder.encode(text, add_special_tokens=False, most=most)
-        ids: list[int] = []
+        return text, private
+
+    def split(self, text: str, private: str) -> Iterator[int | Sequence[Sequence[str]]]:
+        """Split a rendered text at the special tokens that come from the template.
+
+        Yields:
+            The id of such a token; or, for the text between two of them, the ways to tokenise it in pieces without
+            special tokens, best first. The first way whose tokens are not `is_forged` is right.
+        """
         cut = 0
         skip_space = False
         for match in self._anyone.finditer(text):
             token = self._tokens[match[0]]
             section = text[cut : match.start()]
-            ids += self._section(_trimmed(section, skip_space, token.lstrip), private, encoder)
-            ids.append(self._ids[match[0]])
+            yield self._ways(_trimmed(section, skip_space, token.lstrip), private)
+            yield self._ids[match[0]]
             cut, skip_space = match.end(), token.rstrip
-        return ids + self._section(_trimmed(text[cut:], skip_space, False), private, encoder)
+        yield self._ways(_trimmed(text[cut:], skip_space, False), private)
+
+    def is_forged(self, ids: Sequence[int]) -> bool:
+        """True if tokens of a text without special tokens contain one."""
+        return not set(self._ids.values()).isdisjoint(ids)
 
     def _mark_end(self, context: dict[str, object]) -> str:
         """Append a private character to the content of the last message in a template's variables. Returns the
@@ -158,22 +151,15 @@ class SpecialTokenGuard:
         hidden = self._normalizer is not None and any(self._anyone.search(seen) for seen in self._as_seen(texts))
         return text, private if private in text or hidden else None
 
-    def _section(self, section: str, private: str, encoder: Encoder) -> list[int]:
-        """Tokenise a text without special tokens. If the whole text still gives one, tokenise pieces of it instead."""
-        whole = section.replace(private, "") if private else section
+    def _ways(self, section: str, private: str) -> Sequence[Sequence[str]]:
+        """Ways to tokenise a text without special tokens: as a whole, cut inside each of them, and by characters."""
+        whole = section.replace(private, "")
         if not whole:
-            return []
+            return [[]]
         cuts = [0, *(match.start() + 1 for match in self._anyone.finditer(whole)), len(whole)]
         halves = [whole[begin:end] for begin, end in pairwise(cuts)]
-        attempts = [[whole], halves, list(whole)]
-        for pieces in attempts[any(text in whole for text in self._literal) :]:
-            ids = list(chain.from_iterable(encoder.encode_plain(pieces)))
-            if not self._forged(ids):
-                return ids
-        raise ChatTemplateError("a message contains a special token that this vocabulary cannot encode as plain text")
-
-    def _forged(self, ids: Sequence[int]) -> bool:
-        return not set(self._ids.values()).isdisjoint(ids)
+        ways = [[whole], halves, list(whole)]
+        return ways[any(text in whole for text in self._literal) :]
 
     def _as_seen(self, texts: Sequence[str]) -> Sequence[str]:
         """The texts in the form in which tokens are matched."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.model import TokenizerParts
@@ -224,7 +225,27 @@ class Tokenizer:
         context = template.context(messages, add_generation_prompt and not continue_final, template_kwargs)
         if most is not None:  # checked before the template is rendered in vain
             self.check_length([str(message["content"]) for message in context["messages"]], most)  # type: ignore[attr-defined]  # checked messages
-        return self._guard.encode(context, now, self, continue_final=continue_final, most=most)
+        text, private = self._guard.render(context, now, continue_final=continue_final)
+        if most is not None:
+            self.check_length([text], most)
+        if private is None:
+            return self.encode(text, add_special_tokens=False, most=most)
+        ids: list[int] = []
+        for part in self._guard.split(text, private):
+            ids += [part] if isinstance(part, int) else self._first_plain(part, self._guard)
+        return ids
+
+    def _first_plain(self, ways: Iterable[Sequence[str]], guard: SpecialTokenGuard) -> list[int]:
+        """Tokens of a caller's text, in the first way to cut it that gives no special token.
+
+        Raises:
+            ChatTemplateError: every way gives one.
+        """
+        for pieces in ways:
+            ids = list(chain.from_iterable(self.encode_plain(pieces)))
+            if not guard.is_forged(ids):
+                return ids
+        raise ChatTemplateError("a message contains a special token that this vocabulary cannot encode as plain text")
 
     def reasoning_after(self, prompt: Sequence[int]) -> Reasoning | None:
         """Find how the answer to a prompt of `encode_chat` separates reasoning from content; None: it has no

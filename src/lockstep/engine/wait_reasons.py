@@ -58,10 +58,8 @@ class WaitSampler:
         return plan
 
     def record_wait(self, live: LiveRequest) -> None:
-        """Record the reason of a request that has arrived or was admitted to its session, if it is not in the
-        scheduler: it waits for its session, or for its blocks."""
-        if live.generations:
-            return
+        """Record the reason of a request that has arrived, or was admitted to its session, and is not in the scheduler:
+        it waits for its session, or for its blocks."""
         is_out = live.request.session_id is not None and not live.is_in_session
         self._found.append(WaitReason(live.request_id, SESSION if is_out else RETURNING))
 

@@ -1,6 +1,6 @@
 """Rejection sampling: draws exactly from many tokens without sorting them, or even weighing them all.
 
-**Under an envelope** (`RejectionSampler`): above every token of a column is a bar as high as the weight of the column's
+**Under an envelope** (`first_hit`): above every token of a column is a bar as high as the weight of the column's
 maximum. A point that is uniform over the bars lies within a token's own weight with a probability in proportion to that
 weight; a point above it is rejected and drawn again (J. von Neumann, "Various techniques used in connection with random
 digits", 1951). The method is exact: the envelope affects how many points are needed, but not the distribution. With a
@@ -81,57 +81,44 @@ class TokenRandom:
         return (self._generator.random_raw() >> 12) * 2.0**-52
 
 
-class RejectionSampler:
-    """Draws from the tokens of the columns whose maximum reaches `bound`; at least those with that logit may be hit."""
+def first_hit(cols: Columns, temperature: float, support: Support, random: TokenRandom) -> int:
+    """Draw a token of the support: the first hit within it."""
+    for values, ids in hits(cols, temperature, support.bound, random):
+        inside = support.holds(values, ids)
+        if inside.any():
+            return int(ids[inside.argmax()])
+    return int(cols.row.argmax())
 
-    __slots__ = ("_bars", "_cols", "_masses", "_random", "_temperature")
 
-    def __init__(self, cols: Columns, temperature: float, bound: np.float32, random: TokenRandom) -> None:
-        self._cols = cols
-        self._temperature = temperature
-        self._random = random
-        self._bars = row_math().weigh(cols.maxima, cols.peak, temperature)
-        if bound > -np.inf:
-            self._bars[cols.maxima < bound] = 0.0
-        self._masses = np.cumsum(self._bars)
+def hits(cols: Columns, temperature: float, bound: np.float32, random: TokenRandom) -> Iterator[tuple[Floats, Ids]]:
+    """Yield batches of hits in the order of the throws, each distributed as the weights. Ends after many empty rounds.
 
-    def first(self, support: Support) -> int:
-        """The first hit within the support."""
-        for values, ids in self.hits():
-            inside = support.holds(values, ids)
-            if inside.any():
-                return int(ids[inside.argmax()])
-        return int(self._cols.row.argmax())
-
-    def hits(self) -> Iterator[tuple[Floats, Ids]]:
-        """Yield batches of hits in the order of the throws, each distributed as the weights. Ends after many empty
-        rounds.
-
-        Every round has a hit with a probability of at least 1 - (63 / 64) ** 128, later ones of nearly 1.
-        """
-        count = _FIRST_POINTS
-        for _ in range(_MAX_ROUNDS):
-            yield self._throw(count)
-            count = min(2 * count, _MAX_POINTS)
-
-    def _throw(self, count: int) -> tuple[Floats, Ids]:
-        cols = self._cols
-        words = self._random.words(2 * count)
+    Points are thrown at the columns whose maximum reaches ``bound``; at least the tokens with that logit may be hit.
+    Every round has a hit with a probability of at least 1 - (63 / 64) ** 128, later ones of nearly 1.
+    """
+    bars = row_math().weigh(cols.maxima, cols.peak, temperature)
+    if bound > -np.inf:
+        bars[cols.maxima < bound] = 0.0
+    masses = np.cumsum(bars)
+    count = _FIRST_POINTS
+    for _ in range(_MAX_ROUNDS):
+        words = random.words(2 * count)
         across = (words[:count] >> np.uint64(12)) * 2.0**-52
-        column = self._masses.searchsorted(across * self._masses[-1], side="right")
+        column = masses.searchsorted(across * masses[-1], side="right")
         # The other word: six bits for the element of the column, 52 for the height.
         element = (words[count:] >> np.uint64(58)).astype(np.int64)
         height = ((words[count:] >> np.uint64(6)) & np.uint64(2**52 - 1)) * 2.0**-52
         ids = column
-        thrown = height * self._bars[column]
+        thrown = height * bars[column]
         if cols.height > 1:
             assert cols.height == GRID_ROWS
             single = column >= cols.width
             ids = column + cols.width * np.where(single, cols.height - 1, element)
             thrown[single & (element > 0)] = np.inf
         values = cols.row[ids]
-        hit = (thrown < row_math().weigh(values, cols.peak, self._temperature)).nonzero()[0]
-        return values[hit], ids[hit]
+        hit = (thrown < row_math().weigh(values, cols.peak, temperature)).nonzero()[0]
+        yield values[hit], ids[hit]
+        count = min(2 * count, _MAX_POINTS)
 
 
 def draw_from_nucleus(cols: Columns, sampling: ResolvedSampling, support: Support, random: TokenRandom) -> int:

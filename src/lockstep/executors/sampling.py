@@ -30,10 +30,10 @@ import numpy as np
 from lockstep.executors.grammar import TokenBits
 from lockstep.executors.logits import Columns, Floats, Ids, TokenLogprobs, at_least, columns, greatest, token_logprobs
 from lockstep.executors.rejection_sampling import (
-    RejectionSampler,
     Support,
     TokenRandom,
     draw_from_nucleus,
+    first_hit,
 )
 from lockstep.executors.row_math import Weights, row_math
 from lockstep.executors.sampling_params import ResolvedSampling
@@ -203,7 +203,7 @@ def draw(row: Floats, sampling: ResolvedSampling, random: TokenRandom | None) ->
         return _pick(masses, ids, random)
     support = _support(cols, sampling)
     if sampling.top_p >= 1.0:
-        return RejectionSampler(cols, sampling.temperature, support.bound, random).first(support)
+        return first_hit(cols, sampling.temperature, support, random)
     return draw_from_nucleus(cols, sampling, support, random)
 
 

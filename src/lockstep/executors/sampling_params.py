@@ -1,8 +1,9 @@
 """Sampling parameters: defines, checks and resolves the parameters of one generation.
 
 `SamplingParams` holds the request's values. Each field is one parameter, with its default, the check of other values
-and its documentation. `ResolvedSampling` holds the sampler's values, after the artifact's defaults and neutral values
-have been filled in. The module depends on no model: the vocabulary size and the defaults are arguments.
+and its documentation, which request bodies use as well. `ResolvedSampling` holds the sampler's values, after the
+artifact's defaults and neutral values have been filled in. The module depends on no model: the vocabulary size and the
+defaults are arguments.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of one generation, with the names and meanings of OpenAI and vLLM. None: the model's default."""
 
     temperature: Annotated[float | None, TEMPERATURE] = None
-    """Sampling temperature; 0: greedy. Default: the value in the artifact's generation_config.json, else 1."""
+    """Sampling temperature; 0: greedy decoding. Default: the model's value, otherwise 1.
+
+    The model's value is that of its generation_config.json."""
     top_k: Annotated[int | None, TOP_K] = None
     """Keep the k most likely tokens; 0 or -1: all."""
     top_p: Annotated[float | None, TOP_P] = None
@@ -105,13 +108,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: Annotated[float | None, REPETITION_PENALTY] = None
     """A value above 1 makes tokens of prompt and output less likely; 1: no penalty."""
     presence_penalty: Annotated[float, PENALTY] = 0.0
-    """Number subtracted from the logit of every token of the output; -2 to 2."""
+    """Number subtracted from the logit of every token that the output has; -2 to 2."""
     frequency_penalty: Annotated[float, PENALTY] = 0.0
     """Number subtracted once per occurrence in the output; -2 to 2."""
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     """Number added to the logit of each token id; -100 to 100."""
     seed: Annotated[int | None, SEED] = None
-    """Seed of the random draws; None: the engine chooses one at submission, so that a recording can repeat it."""
+    """Seed of the random draws. The same seed and parameters produce the same answer, independent of other requests.
+
+    None: the engine chooses one at submission, so that a recording can repeat it."""
     max_tokens: Annotated[int | None, Range(1)] = None
     """Maximum tokens of the output; None: as many as the context leaves."""
     min_tokens: Annotated[int, Range(0)] = 0

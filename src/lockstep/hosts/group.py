@@ -99,7 +99,7 @@ class Group:
     ) -> None:
         self.key = key
         self._worker = worker or WorkerOptions()
-        self._now_s = self._worker.clock
+        self._now_s = self._worker.system.now_s
         self._name = name or (lambda: key)
         self.balancer = balancer
         self.members = tuple(Member(number) for number in range(balancer.num_replicas))
@@ -142,7 +142,7 @@ class Group:
             address=WorkerAddress(place.address, place.port, link.secret_file, link.tls_ca, link.allows_plain),
             health=HealthLimits(answer_s=ANSWER_S, silence_s=SILENCE_S, load_s=SILENCE_S),
             stream_interval_s=self._worker.stream_interval_s,
-            clock=self._now_s,
+            system=self._worker.system,
         )
         worker = SupervisedWorker(options, lambda notice: self._on_notice(member, worker, notice))
         member.worker = worker

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -115,7 +116,7 @@ class ReplicaHost:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._end_worker()
-        await asyncio.to_thread(self._host_store.close)
+        await self._options.system.run_in_thread(self._host_store.close)
 
     # -- the worker ---------------------------------------------------------------------------------------------------
 
@@ -142,7 +143,9 @@ class ReplicaHost:
             self._worker = SupervisedWorker(self._options, self._on_notice)
             await self._worker.start()
             if self._store is not None:
-                self._worker.open_store(await asyncio.to_thread(self._host_store.opened, self._store))
+                self._worker.open_store(
+                    await self._options.system.run_in_thread(partial(self._host_store.opened, self._store))
+                )
         while not self._worker.is_up:
             self._is_changed.clear()
             await self._is_changed.wait()
@@ -191,7 +194,7 @@ class ReplicaHost:
         log.warning("%s could not be loaded; next attempt in %.0f s: %s", self._label, delay_s, reason)
         await self._end_worker()
         self._set(state=ReplicaPhase.FAILED, reason=reason, port=0, pid=0)
-        await asyncio.sleep(delay_s)
+        await self._options.system.sleep(delay_s)
 
     async def _end_worker(self) -> None:
         if self._worker is not None:
@@ -227,7 +230,7 @@ class ReplicaHost:
             except Exception as error:  # without this loop later changes would not be reported
                 num_failures += 1
                 log.debug("%s could not report its status: %s", self._label, error)
-                await asyncio.sleep(backoff_s(num_failures, FIRST_RESEND_S, MAX_RESEND_S))
+                await self._options.system.sleep(backoff_s(num_failures, FIRST_RESEND_S, MAX_RESEND_S))
                 self._is_unreported.set()
 
 

@@ -67,7 +67,7 @@ class HostedWorkers:
         name_of: Callable[[str], str] = str,
     ) -> None:
         self._worker = worker or WorkerOptions()
-        self._now_s = self._worker.clock
+        self._system, self._now_s = self._worker.system, self._worker.system.now_s
         self.groups: dict[str, Group] = {}
         """Groups that are loaded or loading, by key."""
         self.fault = ""
@@ -173,7 +173,7 @@ class HostedWorkers:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(WATCH_S)
+            await self._system.sleep(WATCH_S)
             for group in tuple(self.groups.values()):
                 group.watch()
 

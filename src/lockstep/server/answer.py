@@ -1,11 +1,14 @@
-"""Common members of answers: usage, timing, and the hops of routed requests."""
+"""Common parts of answers: framing as bytes and in the OpenAPI document, usage, timing, the hops of routed requests.
+
+An encoder (`lockstep.server.answer_response.Encoder`) decides what is sent; the framing delimits it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, final
 
@@ -22,6 +25,8 @@ MS = 1_000.0
 DISPATCH = "dispatch_to_specialist"
 """Name of the function under which the router's decision is shown as a call."""
 CALL_SUFFIX = "_router"
+DATA, END = b"data: ", b"\n\n"
+"""Start of an event's data, and the end of an event. Encoders that build a frame of parts need them."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -113,8 +118,45 @@ class Framing:
         )
 
 
-SSE = Framing(b"text/event-stream; charset=utf-8", b": ping\n\n")
-"""Framing as server-sent events."""
+SSE_TYPE, JSON_LINES_TYPE = b"text/event-stream", b"application/x-ndjson"
+
+
+def data_frame(data: bytes) -> bytes:
+    """Frame an event without a name, as OpenAI's clients read it."""
+    return DATA + data + END
+
+
+def event_frame(event: Mapping[str, object], *, name: str = "", event_id: int | None = None) -> bytes:
+    """Frame an event as JSON under its name, which is its member ``type`` if none is given."""
+    head = b"" if event_id is None else b"id: %d\n" % event_id
+    return head + b"event: " + (name or str(event["type"])).encode() + b"\n" + data_frame(encode(event))
+
+
+def event_frames(events: Iterable[Mapping[str, object]]) -> bytes:
+    """Frame events that have their names in the member ``type``."""
+    return b"".join([event_frame(event) for event in events])
+
+
+def json_line(members: Mapping[str, object]) -> bytes:
+    """Frame an object as one line of JSON."""
+    return encode(members) + b"\n"
+
+
+SSE = Framing(SSE_TYPE + b"; charset=utf-8", b": ping" + END)
+
+
+def documented(
+    shape: Any, example: str = "data: {...}\n\ndata: [DONE]\n\n", what: str = "The answer.", kind: bytes = SSE_TYPE
+) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI success response of a route: a complete answer, or a stream, whose events OpenAPI 3.1 cannot describe.
+
+    Args:
+        shape: the complete answer.
+        example: beginning of a stream.
+        what: description of the answer.
+        kind: content type of the stream.
+    """
+    return {200: {"model": shape, "description": what, "content": {kind.decode(): {"example": example}}}}
 
 
 RECORDED_HEADER = b"x-lockstep-recorded"
@@ -125,12 +167,6 @@ Headers = Sequence[tuple[bytes, bytes]]
 def recorded_headers(accepted: Sequence[Accepted]) -> Headers:
     """Headers for the calls that were answered from a recording, one each."""
     return [(RECORDED_HEADER, each.recorded.encode("latin-1", "replace")) for each in accepted if each.recorded]
-
-
-def documented(shape: Any) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI success response of a route: a complete answer, or a stream, whose events OpenAPI 3.1 cannot describe."""
-    events = {"example": "data: {...}\n\ndata: [DONE]\n\n"}
-    return {200: {"model": shape, "description": "The answer.", "content": {"text/event-stream": events}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +277,7 @@ def dispatch_calls(answer_id: str, hops: Sequence[Hop]) -> list[AnswerToolCall]:
             "type": "function",
             "function": {
                 "name": DISPATCH,
-                "arguments": msgspec.json.encode({"intent": hop.intent, "target": hop.target}).decode(),
+                "arguments": encode({"intent": hop.intent, "target": hop.target}).decode(),
             },
         }
         for index, hop in enumerate(hops)

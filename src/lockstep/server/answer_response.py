@@ -241,7 +241,7 @@ class AnswerResponse(Response):
     ) -> None:
         super().__init__()
         self._serving, self._context = serving_of(request), context_of(request)
-        self._calls = self._context.with_priority(calls)
+        self._calls = calls
         self._make_answer = make_answer
         self._param_names = param_names
         self._is_stream = self._context.is_stream = is_stream

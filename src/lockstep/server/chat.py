@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.cluster.base import Accepted
-from lockstep.cluster.cluster import Cluster
 from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES, checked_messages
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
@@ -29,18 +28,19 @@ from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     JsonObject,
     Marked,
-    Name,
+    TextOr,
     in_pieces,
-    text_or_list,
     unsupported,
 )
 from lockstep.server.generation import (
     Caller,
     Constrained,
+    ConversationBody,
     GenerationBody,
     MaxTokens,
     bounded,
     call_of,
+    caller_of,
     check_shared,
     check_tokens_known,
     constraint_of,
@@ -48,8 +48,8 @@ from lockstep.server.generation import (
     param_names,
     sampling_params,
 )
-from lockstep.server.request_context import RequestContext, context_of
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.request_context import context_of
+from lockstep.server.serving import card_of, serving_of, translated
 from lockstep.server.tools.definitions import (
     MAX_TOOLS,
     ChoiceMode,
@@ -90,10 +90,7 @@ def part_kind(value: object) -> str:
 Part = Annotated[
     Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(part_kind)
 ]
-Content = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Content = TextOr[Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class CalledFunction(Marked):
@@ -137,7 +134,7 @@ class Message(Marked):
     parsed: Any = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ConversationBody, GenerationBody):
     """A conversation for a model to answer, with the parameters of the answer."""
 
     model_config = ConfigDict(
@@ -173,10 +170,6 @@ class ChatBody(GenerationBody):
     """Requires `logprobs`."""
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    """False: the answer has at most one call."""
-    chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that it does not read."""
     add_generation_prompt: bool | None = None
     """False: the prompt does not end with the start of an assistant message."""
     add_special_tokens: Literal[False] | None = None
@@ -193,14 +186,8 @@ class ChatBody(GenerationBody):
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Passed to chat templates that read it. Otherwise values other than `medium` cause a warning."""
-    safety_identifier: Name | None = None
-    """Logged, like `user`."""
-    prompt_cache_key: Name | None = None
-    """Logged. The prefix cache does not need it."""
-    prompt_cache_retention: Name | None = None
-    """Ignored, like the next two: cached blocks are kept until their space is needed."""
-    prompt_cache_options: JsonObject | None = None
     cache_control: JsonObject | None = None
+    """Ignored: the prefix cache does not need it."""
     functions: Annotated[list[Function] | None, Field(min_length=1, max_length=MAX_TOOLS)] = None
     """Deprecated form of `tools`. The answer has at most one call, as `function_call`."""
     function_call: FunctionChoice | None = None
@@ -216,50 +203,41 @@ router = APIRouter(route_class=LongBodyRoute, tags=["completions"], responses=ER
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion))
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    serving, context = serving_of(request), context_of(request)
-    context.model = serving.cluster.card(body.model).name
+    card, context = card_of(request, body.model), context_of(request)
     context.labels, context.session_id = labels_of(body), body.session_id
-    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
-    tokenizer = serving.cluster.tokenizer(body.model)
-    chat = await translated(request, lambda: chat_call(body, caller, tokenizer))
+    caller, tokenizer = caller_of(request), card.tokenizer
+    call, reply = await translated(request, lambda: chat_call(body, caller, tokenizer))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        return chat_answer(serving.cluster, body, chat, accepted[0], context)
+        [first] = accepted
+        answering, returns_ids = serving_of(request).cluster.card(first.model), bool(body.return_token_ids)
+        own, metadata = answering.tokenizer, metadata_of("chatcmpl", answering, body)
+        context.warnings = [*body.warnings, *reply.warnings(own)]
+        check_tokens_known(
+            own,
+            {"return_token_ids": returns_ids, "stream_options.continuous_usage_stats": metadata.continuous_usage},
+        )
+        choices = open_choices(call.params, own, first, tool_use=reply.tool_use, returns_ids=returns_ids)
+        encoder = ChatEncoder(
+            metadata,
+            own,
+            len(choices),
+            has_logprobs=bool(body.logprobs),
+            returns_ids=returns_ids,
+            has_functions=body.functions is not None,
+            echo=_echo(body, call),
+            hops=first.hops if _shows_route(body) else (),
+        )
+        return Answer(accepted, choices, encoder, context)
 
     return AnswerResponse(
         request,
-        (chat.call,),
+        (call,),
         make_answer,
-        chat.names,
+        reply.names,
         is_stream=bool(body.stream),
         shows_route=_shows_route(body),
     )
-
-
-def chat_answer(
-    cluster: Cluster, body: ChatBody, chat: ChatCall, accepted: Accepted, context: RequestContext
-) -> Answer:
-    """Create the answer to an accepted call, still empty."""
-    tokenizer, returns_ids = cluster.tokenizer(accepted.model), bool(body.return_token_ids)
-    context.warnings = [*body.warnings, *chat.warnings(tokenizer)]
-    metadata = metadata_of("chatcmpl", cluster.card(accepted.model), body)
-    check_tokens_known(
-        tokenizer,
-        {"return_token_ids": returns_ids, "stream_options.continuous_usage_stats": metadata.continuous_usage},
-    )
-    choices = open_choices(chat.call.params, tokenizer, accepted, tool_use=chat.tool_use, returns_ids=returns_ids)
-    hops = accepted.hops if _shows_route(body) else ()
-    encoder = ChatEncoder(
-        metadata,
-        tokenizer,
-        len(choices),
-        has_logprobs=bool(body.logprobs),
-        returns_ids=returns_ids,
-        has_functions=body.functions is not None,
-        echo=_echo(body, chat),
-        hops=hops,
-    )
-    return Answer([accepted], choices, encoder, context)
 
 
 def _shows_route(body: ChatBody) -> bool:
@@ -267,9 +245,9 @@ def _shows_route(body: ChatBody) -> bool:
     return not (body.tools or body.functions) and body.lockstep_hops is not False
 
 
-def _echo(body: ChatBody, chat: ChatCall) -> str:
+def _echo(body: ChatBody, call: GenerationRequest) -> str:
     """Text of the last message, if ``echo`` requests it and the assistant wrote it; otherwise an empty string."""
-    prompt = chat.call.prompt
+    prompt = call.prompt
     if not body.echo or body.messages[-1].role != "assistant" or not isinstance(prompt, Conversation):
         return ""
     [last] = checked_messages(prompt.messages[-1:], supports_developer=True)
@@ -285,10 +263,9 @@ OLD_CALL_ID = "call_function_"
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCall:
-    """A call, how to parse its answer, and the request's names of the engine's parameters."""
+class ChatReply:
+    """Rules for reading the answer to a chat: its calls, its warnings, and the request's names of parameters."""
 
-    call: GenerationRequest
     tool_use: ToolUse
     names: Mapping[str, str]
     template_params: Mapping[str, frozenset[str]]
@@ -308,8 +285,8 @@ class ChatCall:
         return warnings[:MAX_WARNINGS]
 
 
-def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
-    """Translate a chat request into a call of the cluster.
+def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> tuple[GenerationRequest, ChatReply]:
+    """Translate a chat request into a call of the cluster, and into how its answer is read.
 
     Raises:
         InvalidParameterError: names the parameter.
@@ -354,7 +331,7 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
     )
     logprobs_name = "top_logprobs" if body.top_logprobs else "logprobs"
     names = param_names(constrained.param, max_tokens=length[0], logprobs=logprobs_name, prompt="messages")
-    return ChatCall(call, tool_use, names, _template_params(body))
+    return call, ChatReply(tool_use, names, _template_params(body))
 
 
 def _tool_use(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], given: Constraint | None) -> ToolUse:

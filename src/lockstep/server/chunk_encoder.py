@@ -9,12 +9,15 @@ from typing import Any, Literal, NotRequired
 from lockstep.cluster.base import Hop
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.answer import (
+    DATA,
+    END,
     SSE,
     AnswerFunction,
     AnswerToolCall,
     Extension,
     ResponseMetadata,
     Usage,
+    data_frame,
     dispatch_calls,
     encode,
 )
@@ -25,7 +28,8 @@ from lockstep.server.fields import FinishReasonName, Shape
 from lockstep.server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from lockstep.server.tools.parser import CallDelta
 
-DONE = b"data: [DONE]\n\n"
+DONE = data_frame(b"[DONE]")
+_CHUNK_END = b"}" + END
 
 
 class ChunkEncoder(ABC):
@@ -60,10 +64,10 @@ class ChunkEncoder(ABC):
             **metadata.tier,
         }
         self._plain = plain
-        self._head = b"data: " + encode(shared)[:-1] + b',"choices":['
+        self._head = DATA + encode(shared)[:-1] + b',"choices":['
         before, self._after = text
         self._text_heads = [self._head + b'{"index":%d,' % index + before for index in range(num_choices)]
-        self._text_tail = self._after + self._usage_member(None, 0) + b"}\n\n"
+        self._text_tail = self._after + self._usage_member(None, 0) + _CHUNK_END
 
     @abstractmethod
     def beginning(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
@@ -103,20 +107,20 @@ class ChunkEncoder(ABC):
         if not self.metadata.include_usage:
             return DONE
         last = encode({"usage": answer.usage, "lockstep": answer.extension})
-        return self._head + b"]," + last[1:] + b"\n\n" + DONE
+        return self._head + b"]," + last[1:] + END + DONE
 
     def failed(self, error: HttpError) -> bytes:
-        return b"data: " + encode(error.body()) + b"\n\n" + DONE
+        return data_frame(encode(error.body())) + DONE
 
     def frame(self, choice: Choice, members: Mapping[str, Any], num_tokens: int, more: bytes = b"") -> bytes:
         """Encode one chunk of a choice. ``num_tokens`` is the choice's token count so far; ``more`` is appended."""
         body = encode({"index": choice.index, **self._plain, **members})
-        return self._head + body + b"]" + self._usage_member(choice, num_tokens) + more + b"}\n\n"
+        return self._head + body + b"]" + self._usage_member(choice, num_tokens) + more + _CHUNK_END
 
     def _text_frame(self, choice: Choice) -> bytes:
         tail = self._text_tail
         if self.metadata.continuous_usage:
-            tail = self._after + self._usage_member(choice, choice.num_tokens) + b"}\n\n"
+            tail = self._after + self._usage_member(choice, choice.num_tokens) + _CHUNK_END
         return self._text_heads[choice.index] + encode(choice.text) + tail
 
     def _usage_member(self, choice: Choice | None, num_tokens: int) -> bytes:

@@ -38,6 +38,7 @@ from lockstep.server.generation import (
     MaxTokens,
     bounded,
     call_of,
+    caller_of,
     check_shared,
     check_tokens_known,
     constraint_of,
@@ -47,7 +48,7 @@ from lockstep.server.generation import (
 )
 from lockstep.server.logprobs import CompletionLogprobs, completion_logprobs, prompt_entries, prompt_logprobs
 from lockstep.server.request_context import RequestContext, context_of
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 
 MAX_PROMPTS = 1_024
 """Maximum number of prompts per request. Each is a separate call, and all of them must fit in the queue."""
@@ -121,9 +122,9 @@ class Completion(Shape):
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Complete one or more texts."""
     serving, context = serving_of(request), context_of(request)
-    context.model = serving.cluster.card(body.model).name
+    card_of(request, body.model)
     context.labels, context.session_id = labels_of(body), body.session_id
-    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    caller = caller_of(request)
     completion = await translated(request, lambda: completion_calls(body, caller))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
@@ -141,9 +142,10 @@ def completion_answer(
 ) -> Answer:
     """Create the answer to accepted calls, still empty."""
     params, returns_ids = completion.calls[0].params, bool(body.return_token_ids)
-    tokenizer, cuts_prompt = cluster.tokenizer(accepted[0].model), body.truncate_prompt_tokens is not None
+    card, cuts_prompt = cluster.card(accepted[0].model), body.truncate_prompt_tokens is not None
+    tokenizer = card.tokenizer
     context.warnings = body.warnings
-    metadata = metadata_of("cmpl", cluster.card(accepted[0].model), body)
+    metadata = metadata_of("cmpl", card, body)
     check_tokens_known(
         tokenizer,
         {

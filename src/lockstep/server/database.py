@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import sqlite3
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lockstep.errors import ConfigError, StorageError, StorageFullError
+from lockstep.system import SYSTEM, System
 
 BUSY_TIMEOUT_S = 5.0
 """Time limit, in seconds, to wait for another process that writes to the file."""
@@ -57,16 +56,16 @@ class Database:
         ConfigError: the file cannot be opened or created, or it has another schema.
     """
 
-    def __init__(self, path: Path, schema: Schema) -> None:
+    def __init__(self, path: Path, schema: Schema, system: System = SYSTEM) -> None:
         try:
-            self.connection = _connect(path, schema)
+            self.connection = _connect(path, schema, system)
         except (OSError, sqlite3.Error) as error:
             why = "another server uses it" if schema.is_exclusive and "locked" in str(error) else str(error)
             raise ConfigError(f"{path}: {schema.kept} cannot be stored there: {why}") from error
         weakref.finalize(self, self.connection.close)  # an application that is never closed has one in memory
         self._folder, self._kept = path.absolute().parent, schema.kept
         thread_name = f"lockstep-{schema.kept.replace(' ', '-')}"
-        self._thread = None if path == IN_MEMORY else ThreadPoolExecutor(1, thread_name)
+        self._thread = None if path == IN_MEMORY else system.pool(1, thread_name)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run work on the database's thread. It may also access other files in the folder.
@@ -124,10 +123,10 @@ def refusal_of(error: OSError | sqlite3.OperationalError, folder: Path, kept: st
     return StorageError(f"{text}; repair the disk, or make the folder writable") if is_broken else None
 
 
-def _connect(path: Path, schema: Schema) -> sqlite3.Connection:
+def _connect(path: Path, schema: Schema, system: System) -> sqlite3.Connection:
     """Open or create a database. The connection is for one thread at a time."""
     if path != IN_MEMORY:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY))
+        system.open(path, "ab", OWNER_ONLY).close()
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         if schema.is_exclusive:  # lock the file until the connection is closed

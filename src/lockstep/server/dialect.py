@@ -68,6 +68,18 @@ def _anthropic_body(error: HttpError, request_id: str) -> Mapping[str, Any]:
 OPENAI = Dialect("openai", lambda error, _: error.body())
 ANTHROPIC = Dialect("anthropic", _anthropic_body, {503: OVERLOADED_STATUS}, b"request-id")
 OLLAMA = Dialect("ollama", lambda error, _: {"error": error.message}, takes_forms=True)
+OPERATIONS: Mapping[str, str] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/api/chat": "chat",
+    "/api/generate": "text_completion",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
+}
+"""Paths of all APIs that use a model, with their ``gen_ai.operation.name``. `/v1/requests` lists their requests."""
 _BY_PATH = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))
 
 

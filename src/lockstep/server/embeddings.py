@@ -25,9 +25,9 @@ from lockstep.server.answer_response import all_of, conclude
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Name, ParameterBody, Shape, TextOrTokens, Tokens, tokens_or_list
-from lockstep.server.generation import Caller
+from lockstep.server.generation import Caller, caller_of
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, ClientLeft, context_of, disconnected, while_connected
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 from lockstep.worker.progress import CallProgress
 
 MAX_INPUTS = 2_048
@@ -101,11 +101,10 @@ async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
     Raises:
         ClientLeft: the client disconnected; the request's context has recorded it.
     """
-    serving, context = serving_of(request), context_of(request)
-    context.model = model = serving.cluster.card(body.model).name
+    serving, context, model = serving_of(request), context_of(request), card_of(request, body.model).name
     context.labels = {} if body.user is None else {"user": body.user}
-    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
-    calls = context.with_priority(await translated(request, lambda: calls_of(body, caller)))
+    caller = caller_of(request)
+    calls = await translated(request, lambda: calls_of(body, caller))
     try:
         outputs = await while_connected(
             disconnected(request.receive), _answer_all(serving.cluster, body, calls, context.progress), context
@@ -132,6 +131,7 @@ def calls_of(body: EmbeddingBody, caller: Caller) -> list[GenerationRequest]:
         GenerationRequest(
             prompt if isinstance(prompt, str) else tuple(prompt),
             model=body.model,
+            priority=caller.priority(),
             tenant=caller.tenant or body.user or "",
             queue_deadline_s=caller.options.queue_timeout_s,
             deadline_s=caller.options.request_timeout_s,

@@ -8,7 +8,7 @@ members.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from pydantic import (
@@ -28,9 +28,10 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 from typing_extensions import TypedDict
 
-from lockstep.artifacts.generation_config import MIN_P, REPETITION_PENALTY, TEMPERATURE, TOP_K, TOP_P
-from lockstep.executors.sampling_params import PENALTY, SEED
-from lockstep.option_fields import Range
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.option_fields import field_docs, option_types
+
+ListT = TypeVar("ListT")
 
 MAX_LABEL_CHARS = 64
 """Maximum length of a label; that of its value follows. Both are OpenAI's limits."""
@@ -129,22 +130,29 @@ def only_empty(why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def within(range_: Range) -> Any:
-    """Convert a range to a pydantic field."""
-    low, high = range_.low, range_.high
-    return Field(gt=low, le=high) if range_.above_low else Field(ge=low, le=high)
+_TYPES, _TEXTS = option_types(SamplingParams), field_docs(SamplingParams)
+
+
+def sampled(name: str, le: float | None = None, max_length: int | None = None) -> Any:
+    """Optional field of a body for a sampling parameter. Its range and its text are those of `SamplingParams`.
+
+    Args:
+        le: upper bound of numbers, where the parameter itself has none.
+        max_length: maximum length of lists.
+    """
+    range_ = _TYPES[name].range
+    least, above = (None, range_.low) if range_.above_low else (range_.low, None)
+    most = range_.high if le is None else le
+    return Field(default=None, description=_TEXTS.get(name), ge=least, gt=above, le=most, max_length=max_length)
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_json)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_SEQUENCE_TOKENS)]
-RepetitionPenalty = Annotated[float, within(REPETITION_PENALTY)]
-Penalty = Annotated[float, within(PENALTY)]
 Tokens = Annotated[list[TokenId], *in_pieces(MAX_VALUES)]
-TextOrTokens = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[Tokens, Tag("[list]")],
-    Discriminator(text_or_list),
-]
+TextOr = Annotated[Annotated[str, Tag("[text]")] | Annotated[ListT, Tag("[list]")], Discriminator(text_or_list)]
+"""A string or a list of the given type."""
+TextOrTokens = TextOr[Tokens]
 JsonSchema = Annotated[
     Annotated[JsonObject, Tag("[object]")] | Annotated[str, Tag("[text]")],
     Discriminator(text_or_object),
@@ -183,14 +191,11 @@ def _is_whole(value: object) -> bool:
 class SamplingBody(ParameterBody):
     """Sampling parameters that have the same names in all APIs."""
 
-    temperature: Annotated[float | None, within(TEMPERATURE)] = None
-    """0: greedy decoding. Default: the model's value, otherwise 1."""
-    top_p: Annotated[float | None, within(TOP_P)] = None
-    top_k: Annotated[int | None, within(TOP_K)] = None
-    """0 or -1: no limit."""
-    min_p: Annotated[float | None, within(MIN_P)] = None
-    seed: Annotated[int | None, within(SEED)] = None
-    """The same seed and parameters produce the same answer, independent of other requests."""
+    temperature: float | None = sampled("temperature")
+    top_p: float | None = sampled("top_p")
+    top_k: int | None = sampled("top_k")
+    min_p: float | None = sampled("min_p")
+    seed: int | None = sampled("seed")
 
 
 class Marked(Body):

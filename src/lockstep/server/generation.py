@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
+from starlette.requests import Request
 
 from lockstep.core.request import Priority
 from lockstep.engine.request import GenerationRequest, Prompt
@@ -33,23 +34,26 @@ from lockstep.server.fields import (
     JsonObject,
     JsonSchema,
     Name,
-    Penalty,
-    RepetitionPenalty,
     SamplingBody,
     TokenId,
+    sampled,
     text_or_list,
 )
 from lockstep.server.foreign import without_foreign
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import PEOPLE
+from lockstep.server.request_context import PEOPLE, context_of
+from lockstep.server.serving import serving_of
 
 MAX_METADATA = 16
 """Maximum number of labels per request, as in OpenAI's API."""
 MAX_DEADLINE_MS = 86_400_000
+BACKGROUND_PRIORITY = 2**31 - 1
+"""Priority of background requests, behind every priority that a client can choose."""
 UNBOUNDED = -1
 """A token limit that means: only the context length limits the answer."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopStrings = Annotated[
     Annotated[StopString, Tag("[text]")]
     | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("[list]")],
@@ -106,7 +110,7 @@ class SharedBody(SamplingBody):
     """Parameters that the OpenAI and Anthropic APIs share."""
 
     stream: bool | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    repetition_penalty: float | None = sampled("repetition_penalty")
     priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
     """Lower values are served first. Values other than 0 require the priority scheduling policy."""
     cache_salt: Name | None = None
@@ -119,6 +123,8 @@ class SharedBody(SamplingBody):
 class RequestBody(SharedBody):
     """Parameters of all generating endpoints of the OpenAI API."""
 
+    model: Name | None = None
+    """Name of a served model. Absent: the model that the routing selects, or the only model."""
     user: Name | None = None
     """Logged. Without API keys, the scheduler's fair share is per user."""
     metadata: Labels | None = None
@@ -127,29 +133,36 @@ class RequestBody(SharedBody):
     """Ignored. The answer always reports `default`."""
 
 
+class ConversationBody(RequestBody):
+    """Parameters of chat completions and responses."""
+
+    parallel_tool_calls: bool | None = None
+    """False: the answer has at most one call."""
+    chat_template_kwargs: JsonObject | None = None
+    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that it does not read."""
+    safety_identifier: Name | None = None
+    """Logged, like `user`."""
+    prompt_cache_key: Name | None = None
+    """Logged. The prefix cache does not need it."""
+    prompt_cache_retention: Name | None = None
+    """Ignored, like the next: cached blocks are kept until their space is needed."""
+    prompt_cache_options: JsonObject | None = None
+
+
 class GenerationBody(RequestBody):
     """Parameters of chat completions and completions."""
 
-    model: Name | None = None
-    """Name of a served model. Absent: the model that the routing selects, or the only model."""
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
-    """Values added to the logits, by token id."""
-    min_tokens: Annotated[int | None, Field(ge=0, le=MAX_SEQUENCE_TOKENS)] = None
-    stop: StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
-    ignore_eos: bool | None = None
-    bad_words: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None,
-        Field(max_length=MAX_BAD_WORDS),
-    ] = None
-    """Words whose token sequences are never generated, with or without a leading space."""
-    skip_special_tokens: bool | None = None
-    """False: special tokens are included in the text."""
-    include_stop_str_in_output: bool | None = None
-    """True: the stop string that ended the answer is included in the text."""
-    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    presence_penalty: float | None = sampled("presence_penalty")
+    frequency_penalty: float | None = sampled("frequency_penalty")
+    logit_bias: LogitBias | None = sampled("logit_bias")
+    min_tokens: int | None = sampled("min_tokens", le=MAX_SEQUENCE_TOKENS)
+    stop: StopStrings | None = sampled("stop")
+    stop_token_ids: list[TokenId] | None = sampled("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool | None = sampled("ignore_eos")
+    bad_words: list[BadWord] | None = sampled("bad_words", max_length=MAX_BAD_WORDS)
+    skip_special_tokens: bool | None = sampled("skip_special_tokens")
+    include_stop_str_in_output: bool | None = sampled("include_stop_str_in_output")
+    n: int | None = sampled("n")
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     """Must equal `n`: no extra choices are generated."""
     stream_options: StreamOptions | None = None
@@ -201,6 +214,20 @@ class Caller:
     options: ServerOptions
     request_id: str = ""
     segment: str = ""
+    is_background: bool = False
+    """True for a batch request, which yields to all others."""
+
+    def priority(self, given: int | None = None) -> int:
+        """Priority of the caller's request; None: the request sets none."""
+        if self.is_background:
+            return BACKGROUND_PRIORITY
+        return Priority.NORMAL if given is None else given
+
+
+def caller_of(request: Request) -> Caller:
+    """Caller of a request that has passed the server's middleware."""
+    context, options = context_of(request), serving_of(request).options
+    return Caller(context.tenant, options, context.request_id, context.segment, context.is_background)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +384,7 @@ def call_of(
         prompt,
         params,
         model=body.model,
-        priority=Priority.NORMAL if body.priority is None else body.priority,
+        priority=caller.priority(body.priority),
         tenant=caller.tenant or body.user or "",
         cache_salt=cache_salt_of(caller, body.cache_salt or ""),
         session_id=body.session_id,

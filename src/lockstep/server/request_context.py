@@ -16,13 +16,11 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.cluster.base import Hop
-from lockstep.engine.request import GenerationRequest
 from lockstep.server.dialect import OPENAI, Dialect, dialect_of
 from lockstep.server.errors import HttpError, http_error
 from lockstep.worker.progress import CallProgress
@@ -51,10 +49,6 @@ PEOPLE = ("user", "safety_identifier", "prompt_cache_key")
 
 BACKGROUND = "background"
 """Key of a `Background` in the ``state`` of a scope that has no connection."""
-
-
-BACKGROUND_PRIORITY = 2**31 - 1
-"""Priority of background requests, behind every priority that a client can choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +155,6 @@ class RequestContext:
     status: int | None = None
     """Final status: the response status; for a failed stream, that of its error although the response status was 200;
     `CLIENT_LEFT_STATUS` if the client disconnected before the end."""
-
-    def with_priority(self, calls: Sequence[GenerationRequest]) -> Sequence[GenerationRequest]:
-        """Return the calls with the priority of the request."""
-        if not self.is_background:
-            return calls
-        return [replace(call, priority=BACKGROUND_PRIORITY) for call in calls]
 
     @property
     def num_tokens(self) -> int:

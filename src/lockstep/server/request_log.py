@@ -24,6 +24,7 @@ from lockstep.engine.wait_reasons import MIN_INTERVAL_S
 from lockstep.server.admission import is_operator
 from lockstep.server.body import JSON_TYPE
 from lockstep.server.cluster_routes import described, only_of
+from lockstep.server.dialect import OPERATIONS
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import RequestContext, context_of
 from lockstep.server.request_rows import Kind, RequestHop, RequestList, RequestReplay, RequestRow, RequestWait, State
@@ -62,10 +63,6 @@ KINDS: Mapping[str, Kind] = {
     Limit.VICTIM.name: "lost_blocks",
 }
 """By what a wait's reason is called where it is found."""
-LISTED = frozenset({
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages", "/api/chat",
-    "/api/generate", "/api/embed", "/api/embeddings",
-})  # fmt: skip
 REFUSED = (401, 403)
 """Statuses of callers who are not let in, and are therefore not remembered."""
 
@@ -82,7 +79,7 @@ class RequestLog:
 
     def begin(self, context: RequestContext) -> None:
         """A request has come."""
-        if context.method == "POST" and context.endpoint in LISTED:
+        if context.method == "POST" and context.endpoint in OPERATIONS:
             context.number = next(self._numbers)
             self._open[context.number] = context
 

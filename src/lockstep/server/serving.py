@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from lockstep.cluster.base import ModelCard
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.threads import WorkerThreads
 from lockstep.server.options import ServerOptions
@@ -140,6 +141,17 @@ def serving_of(request: Request) -> Serving:
     """Shared state of the server that received a request."""
     serving: Serving = request.app.state.serving
     return serving
+
+
+def card_of(request: Request, model: str | None) -> ModelCard:
+    """Look up the model that a request names, and record it in the request's context.
+
+    Raises:
+        ModelNotFoundError: no model has this name.
+    """
+    card = serving_of(request).cluster.card(model)
+    context_of(request).model = card.name
+    return card
 
 
 async def translated(request: Request, work: Callable[[], T], max_inline_bytes: int = MAX_INLINE_BYTES) -> T:

@@ -13,8 +13,7 @@ from lockstep.server.body import LongBodyRoute
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import Body, in_pieces
 from lockstep.server.generation import check_tokens_known
-from lockstep.server.request_context import context_of
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 
 MAX_TOKEN_IDS = 1 << 20
 """Maximum number of tokens for `/detokenize`. No context is this long."""
@@ -70,10 +69,8 @@ class DetokenizeResponse(BaseModel):
 @router.post("/tokenize", operation_id="tokenize", response_model=TokenizeResponse)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokenize a prompt as a request would. Input that does not fit in the context is rejected, as for a request."""
-    cluster = serving_of(request).cluster
-    card = cluster.card(body.model)
-    context_of(request).model = card.name
-    tokenizer = cluster.tokenizer(body.model)
+    card = card_of(request, body.model)
+    tokenizer = card.tokenizer
     check_tokens_known(tokenizer, {"model": True})
     template_kwargs = serving_of(request).options.chat_template_kwargs
 
@@ -100,9 +97,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
 
 
 def _detokenized(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
-    cluster = serving_of(request).cluster
-    context_of(request).model = cluster.card(body.model).name
-    tokenizer = cluster.tokenizer(body.model)
+    tokenizer = card_of(request, body.model).tokenizer
     check_tokens_known(tokenizer, {"model": True})
     for index, token in enumerate(body.tokens):
         if token >= tokenizer.vocab_size:

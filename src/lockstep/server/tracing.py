@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lockstep.cluster.base import Hop
 from lockstep.errors import UsageError
 from lockstep.server.access_log import PROBES
+from lockstep.server.dialect import OPERATIONS
 from lockstep.server.request_context import RequestContext, RequestTotals
 from lockstep.version import __version__
 
@@ -24,18 +25,6 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 PROVIDER = "lockstep"
-OPERATIONS: Mapping[str, str] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-    "/api/chat": "chat",
-    "/api/generate": "text_completion",
-    "/api/embed": "embeddings",
-    "/api/embeddings": "embeddings",
-}
-"""``gen_ai.operation.name`` by route. Other routes have plain HTTP spans."""
 EXPORT_TIMEOUT_S = 5.0
 """Time limit, in seconds, for exporting a batch of spans, including the last one at shutdown."""
 MAX_QUEUED_SPANS = 4_096

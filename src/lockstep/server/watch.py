@@ -7,14 +7,13 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
-from lockstep.server.answer import SSE
+from lockstep.server.answer import SSE, event_frame
 from lockstep.server.answer_response import MAX_STALL_S
 from lockstep.server.cluster_routes import only_of
 from lockstep.server.errors import ERROR_RESPONSES
@@ -142,5 +141,4 @@ async def _put(send: Send, data: bytes) -> None:
 
 
 def frame_of(event: ClusterEvent) -> bytes:
-    data = msgspec.json.encode({"at_s": event.at_s, **event.fields})
-    return b"id: %d\nevent: %b\ndata: %b\n\n" % (event.id, event.type.encode(), data)
+    return event_frame({"at_s": event.at_s, **event.fields}, name=event.type, event_id=event.id)

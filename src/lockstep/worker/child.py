@@ -16,10 +16,11 @@ import os
 import signal
 import socket
 import sys
-import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.errors import UsageError
+from lockstep.system import SYSTEM
 from lockstep.worker.logs import LogFormat, log_to_stderr
 from lockstep.worker.parent_death import die_with_parent
 
@@ -67,8 +68,7 @@ def main(
         worker = _listening(listen, outbox, options, events)
     else:
         worker = DeviceWorker(outbox.post, trace=options, kv_events=events)
-    steps = threading.Thread(target=_run, args=(worker, outbox), name="lockstep-steps", daemon=True)
-    steps.start()
+    steps = SYSTEM.start_thread(partial(_run, worker, outbox), "lockstep-steps")
     try:
         if _receive(sock, worker, outbox):
             steps.join(STOP_LIMIT_S)

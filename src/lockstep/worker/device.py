@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from lockstep.engine.deadlines import Clock, SystemClock
 from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.errors import (
@@ -27,6 +26,7 @@ from lockstep.errors import (
     RequestFailedError,
     UsageError,
 )
+from lockstep.system import SYSTEM, System
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.kv_events import KVEventPublisher, KVEventsOptions
@@ -76,7 +76,7 @@ class DeviceWorker:
 
     Args:
         emit: receives the events.
-        clock: measures steps.
+        system: passed on to all parts of the device.
         trace: options of the recording; None: nothing is recorded.
         reports_contents: whether events report the contents of each prefix cache.
         kv_events: where the contents are published in vLLM's format; None: nowhere.
@@ -85,29 +85,30 @@ class DeviceWorker:
     def __init__(
         self,
         emit: Emit,
-        clock: Clock | None = None,
+        system: System = SYSTEM,
         trace: TraceOptions | None = None,
         *,
         reports_contents: bool = False,
         kv_events: KVEventsOptions | None = None,
     ) -> None:
         self._emit = emit
-        self._publisher = None if kv_events is None else KVEventPublisher(kv_events)
+        self._system = system
+        self._publisher = None if kv_events is None else KVEventPublisher(kv_events, system)
         self._reports_contents = reports_contents
         self._registry = ReplicaRegistry()
         self._scheduler = DeviceScheduler()
-        self._recorder = None if trace is None else _recorder(trace, self._scheduler)
+        self._recorder = None if trace is None else _recorder(trace, self._scheduler, system)
         self._steps = StepLoop(
             emit,
             self._registry,
             self._scheduler,
-            clock or SystemClock(),
+            system,
             self._recorder,
             lambda: self._admission.num_preparing,
             reports_contents,
         )
-        self._admission = RequestAdmission(self._registry, emit, self._steps.wake)
-        self._loads = ThreadPoolExecutor(1, "lockstep-load")
+        self._admission = RequestAdmission(self._registry, emit, self._steps.wake, system)
+        self._loads = system.pool(1, "lockstep-load")
         self._store: KVStore | None = None
         self._has_opened_store = False
         """True once a store was opened, or opening it has failed."""
@@ -129,7 +130,7 @@ class DeviceWorker:
             case Ask(ask_id, AskHealth()):
                 self._emit(Answered(ask_id, self._health()))
             case Ask(ask_id, AskKept(environments)):  # slow with many sessions, so it gets its own thread
-                threading.Thread(target=self._report_kept, args=(ask_id, environments), daemon=True).start()
+                self._system.start_thread(partial(self._report_kept, ask_id, environments), "lockstep-kept")
             case Load():
                 self._start_loading(command)
             case OpenStore(options):  # on the loading thread, so that later loads find it
@@ -186,11 +187,13 @@ class DeviceWorker:
         for left in reversed(range(STORE_ATTEMPTS)):  # the previous worker may still be exiting
             try:
                 each = options if left else replace(options, disk_dir="")
-                self._store = self._steps.store = KVStore(each, lambda reason: self._emit(KVRejected(reason)))
+                self._store = self._steps.store = KVStore(
+                    each, lambda reason: self._emit(KVRejected(reason)), self._system
+                )
                 break
             except UsageError as error:
                 reason = str(error)
-                time.sleep(STORE_RETRY_S)
+                self._system.pause(STORE_RETRY_S)
         self._has_opened_store = True
         if self._store is None:
             log.error("%s; sessions are kept on the device only", reason)
@@ -204,12 +207,21 @@ class DeviceWorker:
             self._emit(LoadFailed(load.replica, UsageError(f"replica {load.replica!r} is already loaded")))
 
     def _load(self, load: Load) -> None:
-        report = throttled(lambda stage, fraction: self._emit(Loading(load.replica, stage, fraction)))
+        report = throttled(
+            lambda stage, fraction: self._emit(Loading(load.replica, stage, fraction)), self._system.now_s
+        )
         report("open", 0.0)  # if the process dies after this, this load may be the cause
         try:
             steps, key = self._steps, load.replica
             replica, loaded = open_replica(
-                load, report, steps.on_session, self._recorder, self._store, lambda: steps.wake(key), self._publisher
+                load,
+                report,
+                steps.on_session,
+                self._recorder,
+                self._store,
+                lambda: steps.wake(key),
+                self._publisher,
+                self._system,
             )
         except Exception as error:
             self._registry.release(load.replica)
@@ -258,7 +270,11 @@ class RequestAdmission:
     """
 
     def __init__(
-        self, registry: ReplicaRegistry, refuse: Callable[[Refused], None], wake: Callable[[str], None]
+        self,
+        registry: ReplicaRegistry,
+        refuse: Callable[[Refused], None],
+        wake: Callable[[str], None],
+        system: System,
     ) -> None:
         self._registry = registry
         self._refuse = refuse
@@ -266,7 +282,7 @@ class RequestAdmission:
         self._lock = threading.Lock()
         self._preparing: dict[int, bool] = {}
         """Requests that are not in an engine yet; True: aborted meanwhile."""
-        self._preparers = ThreadPoolExecutor(NUM_PREPARERS, "lockstep-prepare")
+        self._preparers = system.pool(NUM_PREPARERS, "lockstep-prepare")
 
     @property
     def num_preparing(self) -> int:
@@ -338,8 +354,8 @@ def _not_loaded(key: str) -> ReplicaGoneError:
     return ReplicaGoneError(f"{key} is not loaded")
 
 
-def _recorder(options: TraceOptions, turns: DeviceScheduler) -> Recorder:
+def _recorder(options: TraceOptions, turns: DeviceScheduler, system: System) -> Recorder:
     """Open the recorder. Its dependencies are imported only if recording is enabled."""
     from lockstep.worker.flight.recorder import Recorder
 
-    return Recorder(options, turns)
+    return Recorder(options, turns, system)

@@ -21,7 +21,6 @@ import importlib.util
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ import msgspec
 
 from lockstep.core.prefix import ContentNews
 from lockstep.errors import UsageError
+from lockstep.system import SYSTEM, System
 
 if TYPE_CHECKING:
     from lockstep.engine.generation import Generation
@@ -228,14 +228,9 @@ def name_of(content: bytes) -> int:
 class KVEventPublisher:
     """Sends batches in a separate thread without blocking callers. Only one thread may call `publish`."""
 
-    def __init__(
-        self,
-        options: KVEventsOptions,
-        clock: Callable[[], float] = time.monotonic,
-        unix_time_s: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, options: KVEventsOptions, system: System = SYSTEM) -> None:
         self._options = options
-        self._now_s, self._unix_time_s = clock, unix_time_s
+        self._now_s, self._unix_time_s = system.now_s, system.unix_time_s
         self._queue: queue.Queue[tuple[str, int, EventBatch] | None] = queue.Queue(MAX_QUEUED)
         self._next: dict[str, int] = {}
         """Number of the next batch, by topic."""
@@ -246,8 +241,7 @@ class KVEventPublisher:
         self._sent_bytes = 0
         self._is_closing = threading.Event()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._thread = threading.Thread(target=self._run, name="lockstep-kv-events", daemon=True)
-        self._thread.start()
+        self._thread = system.start_thread(self._run, "lockstep-kv-events")
 
     def source(self, model: str, block_size: int) -> KVEventSource:
         """Create the source of a replica's events, with the topic of its model."""

@@ -111,7 +111,7 @@ class WorkerLifecycle:
         on_back: Callable[[], None],
     ) -> None:
         self._options = options
-        self.now_s = options.clock
+        self.system, self.now_s = options.system, options.system.now_s
         self._level = logging.DEBUG if options.kind == "network" else logging.ERROR
         """Level of log lines about lost workers. For network links, the creator of the link logs the changes by
         name."""
@@ -294,7 +294,7 @@ class WorkerLifecycle:
     async def _restart(self, load_s: float) -> None:
         """Start workers until one is running."""
         while self.link is None:
-            await asyncio.sleep(self.restarts.start_at_s - self.now_s())
+            await self.system.sleep(self.restarts.start_at_s - self.now_s())
             try:
                 await self._start_link()
             except Exception as error:  # keep trying after any error, as nothing else starts a worker
@@ -317,7 +317,7 @@ class WorkerLifecycle:
                 self.link.send(Ask(self._first_id, AskHealth()))
                 self.pulse.count_check()
                 self._kill_if_hanging(self.link)
-            await asyncio.sleep(ASK_INTERVAL_S)
+            await self.system.sleep(ASK_INTERVAL_S)
 
     def _kill_if_hanging(self, link: Link) -> None:
         if self._hang or self._options.kind == "thread":

@@ -11,18 +11,17 @@ import contextlib
 import logging
 import os
 import socket
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError, UsageError
+from lockstep.system import SYSTEM, Process, System
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.kv_events import KVEventsOptions
@@ -105,8 +104,8 @@ class WorkerOptions:
     stream_interval_s: float = 0.0
     """Minimum interval between wake-ups of a stream's reader. Outputs within it are delivered together, but first
     tokens and ends come at once."""
-    clock: Callable[[], float] = time.monotonic
-    """Seconds of a clock that never goes back, by which the serving process measures waits and ages."""
+    system: System = SYSTEM
+    """Time, threads, processes and files of the serving process; of a worker, too, if that is a thread."""
     prestarted: SpawnedWorker | None = None
     """Process for the first worker, started early; its creator ends it if it is not used. None: the process is started
     when it is needed, as for later workers."""
@@ -121,7 +120,7 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
         UnavailableError: no worker listens at the address.
     """
     if options.kind == "thread":
-        return ThreadLink(handler, options.trace, options.kv_events)
+        return ThreadLink(handler, options)
     if options.kind == "network":
         from lockstep.worker.network import NetworkLink
 
@@ -130,7 +129,7 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
     spawned = options.prestarted
     if spawned is None or not spawned.is_free:
         logs = options.log_format, options.log_level
-        spawned = SpawnedWorker(*logs, options.trace, options.listen, options.kv_events)
+        spawned = SpawnedWorker(*logs, options.trace, options.listen, options.kv_events, options.system)
     return await ProcessLink.open(handler, spawned)
 
 
@@ -148,6 +147,7 @@ class SpawnedWorker:
         trace: TraceOptions | None = None,
         listen: ListenOptions | None = None,
         kv_events: KVEventsOptions | None = None,
+        system: System = SYSTEM,
     ) -> None:
         """Start the process.
 
@@ -161,23 +161,25 @@ class SpawnedWorker:
             ours, theirs = socket.socketpair()
         except OSError as error:
             raise ExecutorError(f"no worker process can be started: {error}") from error
-        with theirs:
+        with theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(ours.close)
             fd = theirs.fileno()
             command = [sys.executable, "-P", "-m", MODULE, str(fd), str(os.getpid()), log_format, log_level]
             command += [
                 "" if each is None else msgspec.json.encode(each).decode() for each in (trace, listen, kv_events)
             ]
             try:  # standard output is ours, so the worker prints to standard error
-                self._process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2)
+                self._process = system.start_process(command, fd)
             except OSError as error:
-                ours.close()
                 raise ExecutorError(f"no worker process can be started: {error}") from error
+            on_failure.pop_all()
         ours.setblocking(False)
         self._sock = ours
+        self.system = system
         self.is_free = True
         """True until the process is taken or ended."""
 
-    def take(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def take(self) -> tuple[Process, socket.socket]:
         """Return the process and our end of its socket. Can be called once."""
         assert self.is_free, "a process is taken once"
         self.is_free = False
@@ -192,10 +194,10 @@ class SpawnedWorker:
 class ProcessLink(asyncio.Protocol):
     """`Link` to a child process, over a socket pair. Created by `open`."""
 
-    def __init__(self, handler: Handler, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, handler: Handler, process: Process, system: System) -> None:
         self.name = f"process {process.pid}"
         self._handler = handler
-        self._process = process
+        self._process, self._system = process, system
         self._reader = FrameReader()
         self._decoder = event_decoder()
         self._encoder = command_encoder()
@@ -207,8 +209,9 @@ class ProcessLink(asyncio.Protocol):
     async def open(cls, handler: Handler, spawned: SpawnedWorker) -> ProcessLink:
         """Connect to a worker process. It accepts commands at once and executes them after its imports."""
         process, sock = spawned.take()
+        loop = asyncio.get_running_loop()
         try:
-            _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(handler, process), sock=sock)
+            _, link = await loop.create_unix_connection(lambda: cls(handler, process, spawned.system), sock=sock)
         except BaseException:  # the caller was cancelled, so end the process here
             _end(process, sock)
             raise
@@ -279,7 +282,7 @@ class ProcessLink(asyncio.Protocol):
         while self._process.poll() is None:
             if loop.time() >= until_s:
                 return False
-            await asyncio.sleep(_POLL_INTERVAL_S)
+            await self._system.sleep(_POLL_INTERVAL_S)
         return True
 
 
@@ -289,18 +292,18 @@ class ThreadLink:
     pid = None
     name = "a thread"
 
-    def __init__(
-        self, handler: Handler, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
-    ) -> None:
+    def __init__(self, handler: Handler, options: WorkerOptions) -> None:
         from lockstep.worker.device import DeviceWorker  # only processes that run an engine import it
 
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._worker = DeviceWorker(lambda event: self._post(handler.received, event), trace=trace, kv_events=kv_events)
-        self._steps = threading.Thread(target=self._run, name="lockstep-steps", daemon=True)
-        self._steps.start()
-        threading.Thread(target=self._receive, name="lockstep-receive", daemon=True).start()
+        system = self._system = options.system
+        self._worker = DeviceWorker(
+            lambda event: self._post(handler.received, event), system, options.trace, kv_events=options.kv_events
+        )
+        self._steps = system.start_thread(self._run, "lockstep-steps")
+        system.start_thread(self._receive, "lockstep-receive")
 
     def send(self, command: Command) -> None:
         if isinstance(command, Submit) and self._commands.qsize() >= MAX_COMMANDS:
@@ -312,7 +315,7 @@ class ThreadLink:
 
     async def close(self) -> None:
         self._commands.put(Stop())
-        await asyncio.to_thread(self._steps.join, JOIN_LIMIT_S)
+        await self._system.run_in_thread(partial(self._steps.join, JOIN_LIMIT_S))
 
     def _receive(self) -> None:
         while True:
@@ -333,7 +336,7 @@ class ThreadLink:
             self._loop.call_soon_threadsafe(function, value)
 
 
-def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+def _end(process: Process, sock: socket.socket) -> None:
     sock.close()
     process.kill()
     process.wait()

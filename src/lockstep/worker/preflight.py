@@ -19,6 +19,7 @@ from lockstep.engine.loading import default_cache_dir, download_stage, load_mode
 from lockstep.engine.options import Progress
 from lockstep.errors import ArtifactError, LockstepError
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
+from lockstep.system import SYSTEM, System
 from lockstep.version import __version__
 from lockstep.worker.messages import Load, LoadFailed
 from lockstep.worker.parent_death import die_with_parent, signal_name
@@ -32,7 +33,7 @@ MAX_RECORDS = 4096
 _MAX_SHOWN_CHARS = 400
 
 
-def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND) -> None:
+def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND, system: System = SYSTEM) -> None:
     """Run the trial of an artifact that has no record. Returns when it may be loaded here.
 
     Raises:
@@ -47,38 +48,34 @@ def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND
     if record.exists():
         return
     progress("trial", 0.0)
-    run_trial(load, command)
-    _remember(record)
+    run_trial(load, command, system)
+    _remember(record, system)
 
 
-def run_trial(load: Load, command: Sequence[str]) -> None:
+def run_trial(load: Load, command: Sequence[str], system: System = SYSTEM) -> None:
     """Load in another process, and raise its error.
 
     Raises:
         ArtifactError: the trial crashed or exceeded its time limit.
         LockstepError: the error of the load.
     """
-    import subprocess
-
     limit_s = load.trial.limit_s
     try:
-        ended = subprocess.run(
-            command, input=command_encoder().encode(load), stdout=subprocess.PIPE, timeout=limit_s, check=False
-        )
-    except subprocess.TimeoutExpired:
+        code, output = system.run_process(command, command_encoder().encode(load), limit_s)
+    except TimeoutError:
         raise ArtifactError(
             f"loading it in a trial process took more than {limit_s:g} s; raise the limit if it needs longer",
             path=load.source,
         ) from None
-    if ended.returncode == 0:
+    if code == 0:
         return
-    if ended.returncode < 0:
+    if code < 0:
         raise ArtifactError(
-            f"loading it in a trial process ended with {signal_name(-ended.returncode)}; the files are damaged, too "
+            f"loading it in a trial process ended with {signal_name(-code)}; the files are damaged, too "
             "large for this machine's memory, or not supported by the executor",
             path=load.source,
         )
-    raise _trial_error(ended.stdout, ended.returncode, load.source)
+    raise _trial_error(output, code, load.source)
 
 
 def _trial_error(output: bytes, code: int, source: str) -> LockstepError:
@@ -106,19 +103,15 @@ def _record(load: Load, progress: Progress) -> Path:
     return cache_dir / "trials" / environment_digest(environment_of(artifact, options.executor) | machine)
 
 
-def _remember(record: Path) -> None:
+def _remember(record: Path, system: System) -> None:
     """Write a record atomically. If it cannot be written, the next load is tried again."""
-    import tempfile
-
     with contextlib.suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
         present = list(record.parent.iterdir())
         if len(present) >= MAX_RECORDS:
             for old in present:
                 old.unlink()
-        handle, temporary = tempfile.mkstemp(dir=record.parent, prefix=".new-")
-        os.close(handle)
-        os.replace(temporary, record)
+        system.write_file(record, permissions=0o600)
 
 
 def main() -> int:

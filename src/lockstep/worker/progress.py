@@ -5,13 +5,13 @@ The handlers of its calls write it on the event loop, from the reports of their 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.outputs import Started, WaitReason
+from lockstep.system import SYSTEM
 
 MAX_SEQUENCES = 8
 """Maximum number of sequences that are recorded for one request."""
@@ -53,7 +53,7 @@ class CallProgress:
     sequences: list[RecordedSequence] = field(default_factory=list)
     waits: dict[tuple[str, str], Wait] = field(default_factory=dict)
     """Wait reasons by model and limit, in order of the first report."""
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = SYSTEM.now_s
 
     def waits_for(self, model: str, reason: WaitReason, config: SchedulerConfig | None = None) -> None:
         """Record the reason why a call waits."""

@@ -14,7 +14,6 @@ import itertools
 import logging
 import secrets
 import ssl
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lockstep.errors import LinkRefusedError, UsageError
+from lockstep.system import SYSTEM, System
 from lockstep.version import __version__
 from lockstep.worker.handshake import LIMIT_S, NONCE_BYTES, WorkerHandshake, check_secret
 from lockstep.worker.messages import (
@@ -102,14 +102,14 @@ class RemoteClients:
         execute: receives the clients' commands, on that thread.
     """
 
-    def __init__(self, options: ListenOptions, execute: Callable[[Command], None]) -> None:
+    def __init__(self, options: ListenOptions, execute: Callable[[Command], None], system: System = SYSTEM) -> None:
         """Load the secret and the certificate.
 
         Raises:
             UsageError: a secret or certificate is not usable, or prompts would be sent unencrypted.
         """
         check_plain(options.host, bool(options.tls_cert), options.allows_plain)
-        self._options = options
+        self._options, self._system = options, system
         self._tls = _tls_of(options)
         self.secret = read_secret(options.secret_file)
         self.execute = execute
@@ -135,7 +135,7 @@ class RemoteClients:
             server = self._loop.run_until_complete(listening)
         except OSError as error:
             raise UsageError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
-        threading.Thread(target=self._loop.run_forever, name="lockstep-clients", daemon=True).start()
+        self._system.start_thread(self._loop.run_forever, "lockstep-clients")
         host, port = server.sockets[0].getsockname()[:2]
         return host, port
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +13,7 @@ from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import Progress
 from lockstep.engine.sessions import SessionChange
+from lockstep.system import SYSTEM, System
 from lockstep.worker.messages import Load, Loaded, TokenizerPayload
 from lockstep.worker.preflight import try_unknown
 
@@ -56,6 +56,7 @@ def open_replica(
     store: KVStore | None = None,
     wake: Callable[[], None] | None = None,
     publisher: KVEventPublisher | None = None,
+    system: System = SYSTEM,
 ) -> tuple[Replica, Loaded]:
     """Try the artifact in another process if it is unknown, then load it here.
 
@@ -69,8 +70,8 @@ def open_replica(
     Raises:
         LockstepError: it cannot be loaded; the message states why.
     """
-    started_s = time.perf_counter()
-    try_unknown(load, progress)
+    started_s = system.now_s()
+    try_unknown(load, progress, system=system)
     model, config = load_model(load.source, load.options, progress)
     own_recorder = None if recorder is None else recorder.of_engine(load.replica, model, config)
     engine = Engine(
@@ -96,20 +97,20 @@ def open_replica(
         dict(executor.environment),
         dict(executor.machine),
         hasattr(type(executor), "hidden_states"),
-        time.perf_counter() - started_s,
+        system.now_s() - started_s,
         TokenizerPayload.of(model.tokenizer.parts),
         model.weights_bytes,
     )
 
 
-def throttled(report: Progress) -> Progress:
+def throttled(report: Progress, clock: Callable[[], float]) -> Progress:
     """Limit the reports of a progress callback to the start of each stage and a few more, since a download reports each
     piece."""
     last_stage, last_s = "", 0.0
 
     def pass_on(stage: str, fraction: float) -> None:
         nonlocal last_stage, last_s
-        now_s = time.perf_counter()
+        now_s = clock()
         if stage != last_stage or now_s - last_s >= MIN_PROGRESS_INTERVAL_S:
             last_stage, last_s = stage, now_s
             report(stage, fraction)

@@ -20,6 +20,7 @@ import numpy as np
 from lockstep import errors
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError, LockstepError
+from lockstep.system import SYSTEM, System
 from lockstep.worker.messages import Command, Event, Refused, Submit
 
 HEADER = struct.Struct("<I")
@@ -151,13 +152,13 @@ class Outbox:
     slow reader does not accept is sent by a thread that may block.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, system: System = SYSTEM) -> None:
         self._socket = sock
         self._encoder = event_encoder()
         self._backlog: deque[bytes] = deque()
         self._num_bytes = 0
         self._changed = threading.Condition()
-        threading.Thread(target=self._send_backlog, name="lockstep-outbox", daemon=True).start()
+        system.start_thread(self._send_backlog, "lockstep-outbox")
 
     def post(self, event: Event) -> None:
         """Send an event, or queue it for the sending thread."""

@@ -17,6 +17,7 @@ from lockstep.server.batches import BatchRunner, BatchStore
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext
 from lockstep.server.serving import Serving
+from lockstep.system import SYSTEM, System
 from tests.cluster.support import one_model
 from tests.server.batches.inputs import CHAT, ENDED, jsonl, line
 from tests.waiting import HANG_S, eventually
@@ -66,8 +67,10 @@ class Running:
 
 
 @asynccontextmanager
-async def running(folder: Path, source: str = "stub://alpha", **options: Any) -> AsyncIterator[Running]:
-    cluster, store = one_model(source, ("pocket",)), BatchStore(folder)
+async def running(
+    folder: Path, source: str = "stub://alpha", system: System = SYSTEM, **options: Any
+) -> AsyncIterator[Running]:
+    cluster, store = one_model(source, ("pocket",)), BatchStore(folder, system=system)
     await cluster.start()
     answered: list[str] = []
 

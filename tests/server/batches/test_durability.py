@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lockstep.server.batches import Journal
 from lockstep.server.batches.store import BatchStore
 from tests.disks import Synced
@@ -18,12 +16,12 @@ LONG: Any = {"max_tokens": 16, "ignore_eos": True}
 
 
 def test_every_answer_that_was_appended_survives_a_power_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    disk = Synced(monkeypatch)
+    disk = Synced()
     folder = tmp_path / "journals"
     folder.mkdir()
-    journal = Journal(folder / "j", "digest", 5)
+    journal = Journal(folder / "j", "digest", 5, disk)
     for num_kept, index in enumerate((3, 0, 4, 1)):
         journal.append(index, b'{"answer":%d}' % index, is_success=True)
         left = disk.left_of(folder, tmp_path / f"left-{num_kept}")
@@ -34,22 +32,22 @@ def test_every_answer_that_was_appended_survives_a_power_failure(
     journal.close()
 
 
-async def test_an_uploaded_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Synced(monkeypatch)
-    async with running(tmp_path / "kept") as each:
+async def test_an_uploaded_file_survives_a_power_failure(tmp_path: Path) -> None:
+    disk = Synced()
+    async with running(tmp_path / "kept", system=disk) as each:
         file = (await each.upload(3)).json()
         left = disk.left_of(tmp_path / "kept" / "files", tmp_path / "left")
         assert (left / file["id"]).read_bytes() == jsonl([line(index) for index in range(3)])
 
 
 async def test_results_are_on_the_disk_before_the_database_names_them_and_the_journal_goes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Whatever a power failure cuts off, the answers are in the journal or in a file that the batch names."""
     events: list[str] = []
-    disk = Synced(monkeypatch, events)
+    disk = Synced(events)
     kept = tmp_path / "kept"
-    async with running(kept) as each:
+    async with running(kept, system=disk) as each:
         batch_id = (await each.ended(await each.begun(3)))["id"]
         uploaded = (await each.batch(batch_id))["input_file_id"]
         events.clear()

@@ -156,12 +156,13 @@ async def check(each: Running, batch_id: str) -> None:
     assert sorted(each.answered) == sorted(f"{batch_id}-{index + 1}" for index in range(NUM))
 
 
+@pytest.mark.parametrize("call", ["write", "sync"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 async def test_answers_that_the_disk_refuses_are_kept_until_it_takes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, number: int, call: str
 ) -> None:
-    async with running(tmp_path, "stub://alpha?step_ms=2", max_batch_requests=3) as each:
-        disk = Refusing(monkeypatch, tmp_path / "journals", number)
+    disk = Refusing(tmp_path / "journals", number, call)
+    async with running(tmp_path, "stub://alpha?step_ms=2", disk, max_batch_requests=3) as each:
         batch_id = await each.begun(NUM, **LONG)
         await eventually(lambda: len(each.answered) >= 2)
         disk.is_refusing, num_before = True, len(each.answered)
@@ -178,12 +179,10 @@ async def test_answers_that_the_disk_refuses_are_kept_until_it_takes_them(
 
 
 @pytest.mark.parametrize("folder", ["journals", "files"])
-async def test_a_batch_waits_where_it_cannot_begin_and_where_it_cannot_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
+async def test_a_batch_waits_where_it_cannot_begin_and_where_it_cannot_end(tmp_path: Path, folder: str) -> None:
     """The journal's header is written at its beginning, the files of results at its end."""
-    async with running(tmp_path) as each:
-        disk = Refusing(monkeypatch, tmp_path / folder)
+    disk = Refusing(tmp_path / folder)
+    async with running(tmp_path, system=disk) as each:
         uploaded = (await each.upload(NUM)).json()["id"]
         disk.is_refusing = True
         batch_id = (await each.create(uploaded)).json()["id"]
@@ -228,11 +227,9 @@ async def test_a_batch_of_which_the_failure_cannot_be_saved_fails_later(tmp_path
         assert saved.status == "failed"
 
 
-async def test_a_cancellation_is_obeyed_while_the_disk_refuses_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running(tmp_path, "stub://alpha?step_ms=2") as each:
-        disk = Refusing(monkeypatch, tmp_path)
+async def test_a_cancellation_is_obeyed_while_the_disk_refuses_everything(tmp_path: Path) -> None:
+    disk = Refusing(tmp_path)
+    async with running(tmp_path, "stub://alpha?step_ms=2", disk) as each:
         batch_id = await each.begun(40, **LONG)
         await eventually(lambda: len(each.answered) >= 2)
         disk.is_refusing = True
@@ -248,14 +245,12 @@ async def test_a_cancellation_is_obeyed_while_the_disk_refuses_everything(
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-async def test_an_upload_that_the_disk_refuses_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_idle: bool
-) -> None:
+async def test_an_upload_that_the_disk_refuses_leaves_nothing(tmp_path: Path, is_idle: bool) -> None:
     """Health is degraded until the disk takes something again, also where no batch waits."""
-    async with running(tmp_path) as each:
+    disk = Refusing(tmp_path / "files")
+    async with running(tmp_path, system=disk) as each:
         if not is_idle:
             await each.ended(await each.begun(2))
-        disk = Refusing(monkeypatch, tmp_path / "files")
         before = sorted((tmp_path / "files").iterdir())
         disk.is_refusing = True
         refused = await each.upload(2)

@@ -24,8 +24,8 @@ from starlette.types import Scope
 from lockstep.cluster.base import Accepted, ModelCard
 from lockstep.engine.request import Conversation
 from lockstep.errors import InvalidParameterError
-from lockstep.server.adapters.anthropic_body import CountBody, MessagesBody, chat_body, param_names_of, warnings_of
-from lockstep.server.answer import SSE, Extension, Framing, encode
+from lockstep.server.adapters.anthropic_body import CountBody, MessagesBody, chat_body, table_for, warnings_of
+from lockstep.server.answer import SSE, Extension, Framing, documented, encode, event_frame, event_frames
 from lockstep.server.answer_response import Answer
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_adapter import adapted_call, answer_as_chat
@@ -35,14 +35,14 @@ from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import check_tokens_known
 from lockstep.server.request_context import context_of
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 from lockstep.server.tools.parser import ToolCall
 
 MAX_MODELS = 1_000
 """Maximum page size, as in Anthropic's API. So is the default page size below."""
 DEFAULT_MODELS = 20
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-FRAMING = Framing(SSE.content_type, b'event: ping\ndata: {"type":"ping"}\n\n')
+FRAMING = Framing(SSE.content_type, event_frame({"type": "ping"}))
 
 
 class TextContent(Shape):
@@ -228,7 +228,7 @@ class MessagesEncoder:
 
     def _frames(self) -> bytes:
         events, self._events = self._events, []
-        return b"".join([b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event)) for event in events])
+        return event_frames(events)
 
 
 def signature_of(thoughts: str) -> str:
@@ -249,13 +249,13 @@ def _usage(num_prompt: int, num_cached: int, num_output: int, num_thoughts: int)
 
 
 _ERRORS = documented_errors(AnthropicErrorBody)
-_STREAM = {"text/event-stream": {"example": 'event: message_start\ndata: {"type":"message_start",...}\n\n'}}
+_EXAMPLE = 'event: message_start\ndata: {"type":"message_start",...}\n\n'
 router = APIRouter(route_class=LongBodyRoute, tags=["messages"], responses=_ERRORS)
 
 
 @router.post(
     "/v1/messages",
-    responses={200: {"model": MessageObject, "description": "The message.", "content": _STREAM}},
+    responses=documented(MessageObject, _EXAMPLE, "The message."),
     operation_id="create_message",
 )
 async def create_message(body: MessagesBody, request: Request) -> Response:
@@ -263,18 +263,18 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     request_id = context_of(request).request_id
     hides_thoughts = body.thinking is not None and body.thinking.display == "omitted"
 
-    def make_encoder(accepted: Accepted, _: object) -> MessagesEncoder:
+    def make_encoder(accepted: Accepted) -> MessagesEncoder:
         return MessagesEncoder(accepted.model, body.max_tokens, request_id, hides_thoughts=hides_thoughts)
 
     return await answer_as_chat(
         request,
         body.model,
         lambda: chat_body(body),
-        param_names_of(body),
+        table_for(body),
         make_encoder,
         is_stream=bool(body.stream),
         new_call_id=lambda: f"toolu_{secrets.token_hex(12)}",
-        warnings=list(warnings_of(body)),
+        warnings=warnings_of(body),
     )
 
 
@@ -282,13 +282,11 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
 async def count_message_tokens(body: CountBody, request: Request) -> Response:
     """Count the prompt tokens of a conversation, without any computation by the model. The count may exceed the context
     length. If the cluster routes requests, the entry model's tokenizer is used."""
-    cluster = serving_of(request).cluster
-    context_of(request).model = cluster.card(body.model).name
-    tokenizer = cluster.tokenizer(body.model)
+    tokenizer = card_of(request, body.model).tokenizer
     check_tokens_known(tokenizer, {"model": True})
 
     def count() -> int:
-        prompt = adapted_call(request, lambda: chat_body(body), param_names_of(body), tokenizer).call.prompt
+        prompt = adapted_call(request, lambda: chat_body(body), table_for(body), tokenizer)[0].prompt
         assert isinstance(prompt, Conversation), "the prompt of a chat is a conversation"
         ids = tokenizer.encode_chat(
             prompt.messages,

@@ -4,7 +4,6 @@ requests."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,7 @@ from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_STOP_STRINGS
 from lockstep.server.adapters.anthropic_tools import MessagesTool, check_choosable, functions_of, tool_warnings
 from lockstep.server.chat import ChatBody
-from lockstep.server.chat_adapter import ParamNames, chat_body_of
+from lockstep.server.chat_adapter import NoEffect, ParameterTable, To, dropped, flat, table_of
 from lockstep.server.fields import (
     MAX_SEQUENCE_TOKENS,
     NOTHING,
@@ -24,9 +23,10 @@ from lockstep.server.fields import (
     Marked,
     Name,
     ParameterBody,
+    TextOr,
     in_pieces,
     only_empty,
-    text_or_list,
+    sampled,
     unsupported,
 )
 from lockstep.server.generation import SharedBody, StopString
@@ -44,10 +44,7 @@ class TextBlock(Marked):
     """Ignored. Present when an answer is sent back."""
 
 
-Texts = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Texts = TextOr[Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class Citations(Body):
@@ -129,10 +126,7 @@ ResultBlock = Annotated[
 ]
 
 
-Result = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[ResultBlock], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Result = TextOr[Annotated[list[ResultBlock], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class ToolResultBlock(Marked):
@@ -161,17 +155,16 @@ class TurnMessage(Body):
     """One turn of the conversation. The `content` of an answer can be sent back unchanged."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("[text]")] | Annotated[list[Block], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-        Discriminator(text_or_list),
-    ]
+    content: TextOr[Annotated[list[Block], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class MessagesToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
     """With type `tool`: name of the tool."""
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: Annotated[
+        bool | None, To("parallel_tool_calls", lambda is_disabled: False if is_disabled else None)
+    ] = None
     """True: the answer has at most one call."""
 
 
@@ -179,7 +172,11 @@ class Thinking(Body):
     type: Literal["enabled", "adaptive", "disabled"]
     """Passed as `enable_thinking` to chat templates that read it; otherwise a warning. `adaptive`: the model's
     choice."""
-    budget_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    budget_tokens: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_SEQUENCE_TOKENS),
+        NoEffect("max_tokens limits thinking and text together"),
+    ] = None
     """Not enforced separately: `max_tokens` limits thinking and text together. A warning reports this."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted`: thinking blocks are empty. Otherwise they have the full text, not a summary."""
@@ -190,145 +187,41 @@ class JsonOutputFormat(Body):
     schema_: Annotated[JsonObject, Field(alias="schema")]
 
 
+def _response_format(given: JsonOutputFormat) -> JsonObject:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema_, "strict": True}}
+
+
+AS_RESPONSE_FORMAT = To("response_format", _response_format, flat)
+
+
 class OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Annotated[Literal["low", "medium", "high", "xhigh", "max"] | None, To("reasoning_effort")] = None
     """Passed as `reasoning_effort` to chat templates that read it; otherwise a warning."""
-    format: JsonOutputFormat | None = None
+    format: Annotated[JsonOutputFormat | None, AS_RESPONSE_FORMAT] = None
     """JSON schema that the answer obeys."""
 
 
 class ContextManagement(Body):
     edits: Annotated[list[JsonObject] | None, Field(max_length=MAX_EDITS)] = None
 
+    @property
+    def keeps_all(self) -> bool:
+        """True if the edits leave all messages as they are."""
+        return all(edit.get("keep") in ("all", {"type": "all"}) for edit in self.edits or ())
+
 
 class RequestMetadata(Body):
-    user_id: Name | None = None
+    user_id: Annotated[Name | None, To("user")] = None
     """Logged. Without API keys, the scheduler's fair share is per user."""
 
 
-def _without_bound(schema: dict[str, Any]) -> None:
-    """Remove `maxItems` from the schema. The limit on body bytes applies long before it, and request generators that
-    read the OpenAPI document would produce messages of this length."""
-    schema.pop("maxItems", None)
-
-
-_HELLO: Any = {"role": "user", "content": "I was charged twice."}
-
-
-class CountBody(ParameterBody):
-    """A conversation, with the parameters that affect its prompt."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [_HELLO]}]})
-
-    model: Name | None = None
-    """Name of a served model. Absent: the model that the routing selects, or the only model."""
-    messages: Annotated[list[TurnMessage], *in_pieces(MAX_MESSAGES), Field(json_schema_extra=_without_bound)]
-    system: Texts | None = None
-    tools: Annotated[list[MessagesTool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: MessagesToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    output_format: JsonOutputFormat | None = None
-    """Older name of `output_config.format`."""
-    cache_control: JsonObject | None = None
-    """Ignored everywhere: the prefix cache does not need it."""
-    context_management: ContextManagement | None = None
-    """Ignored: messages are never cleared or summarized. A warning reports edits that would have an effect."""
-    mcp_servers: Annotated[None, only_empty("this server does not call MCP servers"), NOTHING] = None
-    thread: Annotated[None, unsupported("conversations are not stored; send all messages")] = None
-    speed: Literal["standard"] | None = None
-    chat_template_kwargs: JsonObject | None = None
-    """Extension of this server: variables for the model's chat template."""
-
-
-class MessagesBody(SharedBody, CountBody):
-    """A conversation for a model to answer, with the parameters of the answer."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"max_tokens": 4, "messages": [_HELLO], "system": "Be brief."},
-                {"max_tokens": 4, "messages": [_HELLO], "stream": True, "temperature": 0, "stop_sequences": ["."]},
-            ]
-        }
-    )
-
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_TOKENS)]
-    """Maximum number of tokens of the answer, including thinking."""
-    stop_sequences: Annotated[list[StopString] | None, Field(max_length=MAX_STOP_STRINGS)] = None
-    metadata: RequestMetadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    """Ignored. The answer always reports `standard`."""
-    container: Annotated[None, unsupported("containers are not supported")] = None
-
-
-PARAM_NAMES = ParamNames((  # see `param_names_of`
-    (re.compile(r"max_tokens|max_completion_tokens"), "max_tokens"),
-    (re.compile(r"messages\b.*|prompt"), "messages"),
-    (re.compile(r"stop(\[\d+\])?"), r"stop_sequences\1"),
-    (re.compile(r"(tools\[\d+\])\.function\.parameters(.*)"), r"\1.input_schema\2"),
-    (re.compile(r"(tools\[\d+\])\.function(\..*)?"), r"\1\2"),
-    (re.compile(r"tool_choice\.function\.name"), "tool_choice.name"),
-    (re.compile(r"response_format(?:\.json_schema)?(\.\w+)?"), r"output_config.format\1"),
-    (re.compile(r"reasoning_effort"), "output_config.effort"),
-    (re.compile(r"chat_template_kwargs\.enable_thinking"), "thinking"),
-    (re.compile(r"user"), "metadata.user_id"),
-))  # fmt: skip
-"""Parameter names of chat completions, each with the name in the Messages API."""
-
-
-def chat_body(body: CountBody) -> ChatBody:
-    """Convert a body to a chat request.
-
-    Raises:
-        InvalidParameterError: a parameter is invalid; the error names it.
-    """
-    messages = messages_of(body)
-    choice = body.tool_choice
-    functions, _ = functions_of(body.tools or ())
-    asked = body if isinstance(body, MessagesBody) else None
-    members: dict[str, Any] = {
-        "messages": messages,
-        "tools": functions or None,
-        "tool_choice": None if choice is None else _tool_choice(choice, body.tools or (), has_tools=bool(functions)),
-        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
-        "response_format": _response_format(body),
-        "reasoning_effort": None if body.output_config is None else body.output_config.effort,
-        "chat_template_kwargs": {**_thinking(body.thinking), **(body.chat_template_kwargs or {})} or None,
-        "continue_final_message": True if messages[-1]["role"] == "assistant" else None,
-        "max_completion_tokens": None if asked is None else asked.max_tokens,
-        "stop": None if asked is None else asked.stop_sequences or None,
-        "user": None if asked is None or asked.metadata is None else asked.metadata.user_id,
-        **{name: getattr(body, name, None) for name in ("model", *SharedBody.model_fields)},
-    }
-    return chat_body_of(members, PARAM_NAMES)
-
-
-def param_names_of(body: CountBody) -> ParamNames:
-    """Parameter names for this body. Indexes of tools count the tools that were left out."""
-    return PARAM_NAMES.with_tools(functions_of(body.tools or ())[1])
-
-
-def warnings_of(body: CountBody) -> Iterator[str]:
-    """Warnings, one sentence each, about parameters that have no effect."""
-    edits = (None if body.context_management is None else body.context_management.edits) or ()
-    if any(edit.get("keep") not in ("all", {"type": "all"}) for edit in edits):
-        yield "context_management: has no effect, because messages are never cleared or summarized"
-    if body.thinking is not None and body.thinking.budget_tokens is not None:
-        yield "thinking.budget_tokens: has no effect, because max_tokens limits thinking and text together"
-    yield from tool_warnings(body.tools or ())
-    blocks = (block for message in body.messages if not isinstance(message.content, str) for block in message.content)
-    if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
-        yield "messages: redacted thinking is left out because only the server that wrote it can read it"
-
-
-def messages_of(body: CountBody) -> list[dict[str, Any]]:
+def messages_of(body: CountBody) -> list[JsonObject]:
     """Convert the conversation to chat messages. Tool results become separate messages.
 
     Raises:
         InvalidParameterError: a block belongs to another role; ``param`` names it.
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     if body.system:
         texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
         messages.append({"role": "system", "content": _parts(texts)})
@@ -343,8 +236,8 @@ def messages_of(body: CountBody) -> list[dict[str, Any]]:
     return messages
 
 
-def _assistant_turn(blocks: Sequence[Block], where: str, called: dict[str, str]) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": "assistant"}
+def _assistant_turn(blocks: Sequence[Block], where: str, called: dict[str, str]) -> JsonObject:
+    turn: JsonObject = {"role": "assistant"}
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolUseBlock):
@@ -366,7 +259,7 @@ def _assistant_turn(blocks: Sequence[Block], where: str, called: dict[str, str])
     return turn
 
 
-def _other_turn(role: str, blocks: Sequence[Block], where: str, called: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _other_turn(role: str, blocks: Sequence[Block], where: str, called: Mapping[str, str]) -> Iterator[JsonObject]:
     """Chat messages of a user or system turn. Tool results within a user turn become messages of role tool."""
     texts: list[str] = []
     for index, block in enumerate(blocks):
@@ -383,7 +276,7 @@ def _other_turn(role: str, blocks: Sequence[Block], where: str, called: Mapping[
         yield {"role": role, "content": _parts(texts)}
 
 
-def _tool_message(block: ToolResultBlock, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+def _tool_message(block: ToolResultBlock, where: str, called: Mapping[str, str]) -> JsonObject:
     if block.tool_use_id not in called:
         raise InvalidParameterError(
             f"{where}.tool_use_id is {block.tool_use_id!r}; no tool_use before it has that id",
@@ -420,9 +313,13 @@ def _parts(texts: Sequence[str]) -> str | list[dict[str, str]]:
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
-def _tool_choice(
-    choice: MessagesToolChoice, tools: Sequence[MessagesTool], *, has_tools: bool
-) -> str | dict[str, Any] | None:
+def _inner_of_tool(inner: str) -> str:
+    return flat(inner).replace("].parameters", "].input_schema", 1)
+
+
+def _tool_choice(body: CountBody) -> str | JsonObject | None:
+    choice, tools = body.tool_choice, body.tools or ()
+    assert choice is not None, "only a given choice is converted"
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidParameterError(
             f"tool_choice.name is {'missing' if choice.name is None else 'given'} with type {choice.type}; "
@@ -432,26 +329,112 @@ def _tool_choice(
     if choice.name is not None:
         check_choosable(choice.name, tools)
         return {"type": "function", "function": {"name": choice.name}}
-    if not has_tools and choice.type == "any":
+    if functions_of(tools):
+        return "required" if choice.type == "any" else choice.type
+    if choice.type == "any":
         raise InvalidParameterError("tool_choice is 'any', but the request has no tools", param="tool_choice")
-    if not has_tools:
-        return None
-    return "required" if choice.type == "any" else choice.type
+    return None
 
 
-def _response_format(body: CountBody) -> dict[str, Any] | None:
-    new = None if body.output_config is None else body.output_config.format
-    if new is not None and body.output_format is not None:
+def _enables_thinking(thinking: Thinking) -> bool | None:
+    return None if thinking.type == "adaptive" else thinking.type == "enabled"
+
+
+def _without_bound(schema: JsonObject) -> None:
+    """Remove `maxItems` from the schema. The limit on body bytes applies long before it, and request generators that
+    read the OpenAPI document would produce messages of this length."""
+    schema.pop("maxItems", None)
+
+
+_HELLO: Any = {"role": "user", "content": "I was charged twice."}
+
+
+class CountBody(ParameterBody):
+    """A conversation, with the parameters that affect its prompt."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [_HELLO]}]})
+
+    model: Name | None = None
+    """Name of a served model. Absent: the model that the routing selects, or the only model."""
+    messages: Annotated[
+        list[TurnMessage],
+        *in_pieces(MAX_MESSAGES),
+        Field(json_schema_extra=_without_bound),
+        To("messages", messages_of, dropped, of_body=True),
+        To("continue_final_message", lambda turns: turns[-1].role == "assistant" or None),
+    ]
+    system: Texts | None = None
+    tools: Annotated[
+        list[MessagesTool] | None,
+        Field(max_length=MAX_TOOLS),
+        To("tools", lambda tools: list(functions_of(tools).values()) or None, _inner_of_tool),
+    ] = None
+    tool_choice: Annotated[MessagesToolChoice | None, To("tool_choice", _tool_choice, flat, of_body=True)] = None
+    thinking: Annotated[Thinking | None, To("chat_template_kwargs.enable_thinking", _enables_thinking)] = None
+    output_config: OutputConfig | None = None
+    output_format: Annotated[JsonOutputFormat | None, AS_RESPONSE_FORMAT] = None
+    """Older name of `output_config.format`."""
+    cache_control: JsonObject | None = None
+    """Ignored everywhere: the prefix cache does not need it."""
+    context_management: Annotated[
+        ContextManagement | None,
+        NoEffect("messages are never cleared or summarized", unless=lambda given: given.keeps_all),
+    ] = None
+    """Ignored: messages are never cleared or summarized. A warning reports edits that would have an effect."""
+    mcp_servers: Annotated[None, only_empty("this server does not call MCP servers"), NOTHING] = None
+    thread: Annotated[None, unsupported("conversations are not stored; send all messages")] = None
+    speed: Literal["standard"] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    """Extension of this server: variables for the model's chat template."""
+
+
+class MessagesBody(SharedBody, CountBody):
+    """A conversation for a model to answer, with the parameters of the answer."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"max_tokens": 4, "messages": [_HELLO], "system": "Be brief."},
+                {"max_tokens": 4, "messages": [_HELLO], "stream": True, "temperature": 0, "stop_sequences": ["."]},
+            ]
+        }
+    )
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_TOKENS)]
+    """Maximum number of tokens of the answer, including thinking."""
+    stop_sequences: Annotated[list[StopString] | None, To("stop")] = sampled("stop", max_length=MAX_STOP_STRINGS)
+    metadata: RequestMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    """Ignored. The answer always reports `standard`."""
+    container: Annotated[None, unsupported("containers are not supported")] = None
+
+
+TABLE = table_of(MessagesBody, ChatBody)
+"""Parameters of the Messages API. Bodies of token counts have a part of them."""
+
+
+def chat_body(body: CountBody) -> ChatBody:
+    """Convert a body to a chat request.
+
+    Raises:
+        InvalidParameterError: a parameter is invalid; the error names it.
+    """
+    if body.output_format is not None and body.output_config is not None and body.output_config.format is not None:
         raise InvalidParameterError(
             "output_format is the older name of output_config.format; give only one of them", param="output_format"
         )
-    given = new or body.output_format
-    if given is None:
-        return None
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema_, "strict": True}}
+    return TABLE.request(body)
 
 
-def _thinking(thinking: Thinking | None) -> dict[str, bool]:
-    if thinking is None or thinking.type == "adaptive":
-        return {}
-    return {"enable_thinking": thinking.type == "enabled"}
+def table_for(body: CountBody) -> ParameterTable[ChatBody]:
+    """Parameter table of this request. Indexes of tools count the tools that were left out."""
+    return TABLE.with_tools(list(functions_of(body.tools or ())))
+
+
+def warnings_of(body: CountBody) -> Iterator[str]:
+    """Warnings, one sentence each, about parameters that have no effect."""
+    yield from TABLE.warnings(body)
+    yield from tool_warnings(body.tools or ())
+    blocks = (block for message in body.messages if not isinstance(message.content, str) for block in message.content)
+    if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
+        yield "messages: redacted thinking is left out because only the server that wrote it can read it"

@@ -134,10 +134,10 @@ CLIENT_TOOLS: tuple[tuple[str, str, JsonObject], ...] = (
 """Prefixes of tool types with the description and the input schema. The first matching prefix applies."""
 
 
-def functions_of(tools: Sequence[MessagesTool]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Convert tools to functions of a chat request. Also returns the index of each function's tool in the request."""
-    found = [(index, function) for index, tool in enumerate(tools) if (function := _function(tool)) is not None]
-    return [{"type": "function", "function": function} for _, function in found], [index for index, _ in found]
+def functions_of(tools: Sequence[MessagesTool]) -> dict[int, dict[str, Any]]:
+    """Convert tools to functions of a chat request, each by the index of its tool in the request."""
+    found = {index: _function(tool) for index, tool in enumerate(tools)}
+    return {index: {"type": "function", "function": function} for index, function in found.items() if function}
 
 
 def _function(tool: MessagesTool) -> dict[str, Any] | None:

@@ -21,18 +21,19 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError, ModelNotFoundError, RequestError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.adapters.ollama_body import (
+    CHAT,
+    GENERATE,
     LATEST,
-    PARAM_NAMES,
+    RAW,
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
-    chat_body,
     completion_body,
     is_unloading,
     warnings_of,
 )
 from lockstep.server.admission import forbidden, is_operator, origin_fault
-from lockstep.server.answer import Extension, Framing, encode
+from lockstep.server.answer import JSON_LINES_TYPE, Extension, Framing, documented, json_line
 from lockstep.server.answer_response import Answer, AnswerResponse, accepted_of
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_adapter import answer_as_chat
@@ -41,14 +42,13 @@ from lockstep.server.completions import completion_calls
 from lockstep.server.dialect import OLLAMA, OllamaErrorBody
 from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
-from lockstep.server.generation import Caller
+from lockstep.server.generation import caller_of
 from lockstep.server.logprobs import TokenLogprob, chat_logprobs
 from lockstep.server.request_context import RequestContext, context_of, disconnected, refusal, while_connected
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 from lockstep.worker.progress import LOADING
 
 NS = 1e9
-NDJSON = b"application/x-ndjson"
 ERRORS = documented_errors(OllamaErrorBody)
 
 
@@ -117,7 +117,7 @@ class OllamaEncoder:
     @property
     def framing(self) -> Framing:
         """Framing whose ping is an answer without text, because Ollama's clients ignore empty lines."""
-        return Framing(NDJSON, self._line(self._members(""), is_done=False))
+        return Framing(JSON_LINES_TYPE, self._line(self._members(""), is_done=False))
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         return b""
@@ -136,7 +136,7 @@ class OllamaEncoder:
         return before + self._line(self._members("") | self._final_members(answer), is_done=True)
 
     def failed(self, error: HttpError) -> bytes:
-        return encode(OLLAMA.error_body(error, self._context.request_id)) + b"\n"
+        return json_line(OLLAMA.error_body(error, self._context.request_id))
 
     def whole(self, answer: Answer) -> bytes:
         [choice] = answer.choices
@@ -183,7 +183,7 @@ class OllamaEncoder:
         }
 
     def _line(self, members: Mapping[str, Any], *, is_done: bool) -> bytes:
-        return encode({"model": self._model, "created_at": now_text(), **members, "done": is_done}) + b"\n"
+        return json_line({"model": self._model, "created_at": now_text(), **members, "done": is_done})
 
 
 def _logprobs(choice: Choice) -> dict[str, Any]:
@@ -217,15 +217,13 @@ def served_name(cluster: Cluster, name: str) -> str:
     return name
 
 
-_LINES = {
-    NDJSON.decode(): {"example": '{"model":"pocket","message":{"role":"assistant","content":"It"},"done":false}\n'}
-}
+_EXAMPLE = '{"model":"pocket","message":{"role":"assistant","content":"It"},"done":false}\n'
 router = APIRouter(prefix="/api", route_class=LongBodyRoute, tags=["ollama"], responses=ERRORS)
 
 
 @router.post(
     "/chat",
-    responses={200: {"model": OllamaChat, "description": "The answer.", "content": _LINES}},
+    responses=documented(OllamaChat, _EXAMPLE, kind=JSON_LINES_TYPE),
     operation_id="ollama_chat",
 )
 async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
@@ -237,7 +235,7 @@ async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
 
 @router.post(
     "/generate",
-    responses={200: {"model": OllamaGeneration, "description": "The answer.", "content": _LINES}},
+    responses=documented(OllamaGeneration, _EXAMPLE, kind=JSON_LINES_TYPE),
     operation_id="ollama_generate",
 )
 async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
@@ -250,31 +248,31 @@ async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Respons
 async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *, is_chat: bool) -> Response:
     cluster, context = serving_of(request).cluster, context_of(request)
     body = body.model_copy(update={"model": served_name(cluster, body.model)})
+    table = CHAT if is_chat else GENERATE
     return await answer_as_chat(
         request,
         body.model,
-        lambda: chat_body(body),
-        PARAM_NAMES,
-        lambda accepted, _: OllamaEncoder(accepted.model, context, is_chat=is_chat),
+        lambda: table.request(body),
+        table,
+        lambda accepted: OllamaEncoder(accepted.model, context, is_chat=is_chat),
         is_stream=body.stream is not False,
         new_call_id=lambda: f"call_{secrets.token_hex(4)}",
-        warnings=list(warnings_of(body, cluster.card(body.model).max_model_len)),
+        warnings=warnings_of(body, cluster.card(body.model).max_model_len),
         earlier_ids=(body.context or ()) if isinstance(body, OllamaGenerateBody) else (),
-        returns_ids=not is_chat and cluster.tokenizer(body.model).vocab_size > 0,
+        returns_ids=not is_chat and cluster.card(body.model).tokenizer.vocab_size > 0,
     )
 
 
 async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
     """Complete a raw prompt, without the chat template."""
-    serving, context = serving_of(request), context_of(request)
-    cluster = serving.cluster
+    cluster, context = serving_of(request).cluster, context_of(request)
     body = body.model_copy(update={"model": served_name(cluster, body.model)})
-    context.model = cluster.card(body.model).name
-    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    card_of(request, body.model)
+    caller = caller_of(request)
     try:
         completion = await translated(request, lambda: completion_calls(completion_body(body), caller))
     except RequestError as error:
-        raise PARAM_NAMES.error(error) from None
+        raise RAW.error(error) from None
     calls = [replace(call, cuts_to_context=True) for call in completion.calls]
     params = calls[0].params
 
@@ -282,10 +280,10 @@ async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
         [first] = accepted
         card = cluster.card(first.model)
         context.warnings = list(warnings_of(body, card.max_model_len))
-        choices = open_choices(params, cluster.tokenizer(first.model), first)
+        choices = open_choices(params, card.tokenizer, first)
         return Answer(accepted, choices, OllamaEncoder(card.name, context, is_chat=False), context)
 
-    names = PARAM_NAMES.names(completion.names)
+    names = RAW.names(completion.names)
     return AnswerResponse(request, calls, make_answer, names, is_stream=body.stream is not False)
 
 

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError
 from lockstep.server.chat import MAX_TOP_LOGPROBS, MAX_WARNINGS, ChatBody
-from lockstep.server.chat_adapter import ParamNames, chat_body_of
+from lockstep.server.chat_adapter import NoEffect, To, dropped, table_of
 from lockstep.server.completions import CompletionBody
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
@@ -23,12 +23,11 @@ from lockstep.server.fields import (
     JsonObject,
     Name,
     ParameterBody,
-    Penalty,
-    RepetitionPenalty,
     SamplingBody,
     TokenId,
     in_pieces,
     only_empty,
+    sampled,
     text_or_object,
 )
 from lockstep.server.generation import StopStrings
@@ -39,6 +38,10 @@ ENDS_ALONE = (-2, -1, 0)
 """Values of `num_predict` that set no limit."""
 
 
+def _limit(num_predict: int | None) -> int | None:
+    return None if num_predict in ENDS_ALONE else num_predict
+
+
 NoImages = Annotated[None, only_empty("only text is supported"), NOTHING]
 
 
@@ -47,13 +50,21 @@ class OllamaOptions(SamplingBody):
     Ollama, an unknown option causes a warning."""
 
     __pydantic_extra__: dict[str, Any] = Field(init=False)
-    num_predict: Annotated[int | None, Field(ge=-2, le=MAX_SEQUENCE_TOKENS)] = None
+    num_predict: Annotated[
+        int | None,
+        Field(ge=-2, le=MAX_SEQUENCE_TOKENS),
+        To("max_tokens", _limit),
+    ] = None
     """Maximum number of tokens of the answer; -1, -2 and 0: the rest of the context."""
-    stop: StopStrings | None = None
-    repeat_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repeat_last_n: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
+    stop: StopStrings | None = sampled("stop")
+    repeat_penalty: Annotated[float | None, To("repetition_penalty")] = sampled("repetition_penalty")
+    presence_penalty: float | None = sampled("presence_penalty")
+    frequency_penalty: float | None = sampled("frequency_penalty")
+    repeat_last_n: Annotated[
+        int | None,
+        Field(ge=-1, le=MAX_SEQUENCE_TOKENS),
+        NoEffect("penalties apply to the whole sequence", unless=lambda number: number == -1),
+    ] = None
     """Penalties always apply to the whole sequence. Values other than -1 cause a warning."""
     num_ctx: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """The context length is fixed by the server. A larger value causes a warning."""
@@ -130,182 +141,31 @@ class OllamaTool(Body):
     function: Function
 
 
-class OllamaBody(ParameterBody):
-    """Members of all generating requests."""
-
-    model: Name
-    """Name of a served model, with or without `:latest`."""
-    stream: bool | None = None
-    """Default: true."""
-    options: OllamaOptions | None = None
-    format: Format | None = None
-    """`json`, or a JSON schema that the answer obeys."""
-    think: Think | None = None
-    """Passed to chat templates that read `enable_thinking` or `reasoning_effort`; otherwise a warning."""
-    keep_alive: KeepAlive | None = None
-    """Ignored, with a warning: the server determines how long models stay loaded. In a request without a prompt, 0
-    unloads the model, which requires operator permissions."""
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    """Requires `logprobs`."""
-    truncate: bool | None = None
-    """Ignored: a conversation that does not fit in the context is rejected."""
-    shift: bool | None = None
-    """Ignored: an answer ends at the end of the context."""
-
-
-class OllamaChatBody(OllamaBody):
-    """A conversation for a model to answer. Without messages, the model is loaded."""
-
-    messages: Annotated[list[OllamaMessage] | None, Field(max_length=MAX_MESSAGES)] = None
-    tools: Annotated[list[OllamaTool] | None, Field(max_length=MAX_TOOLS)] = None
-
-
-class OllamaGenerateBody(OllamaBody):
-    """A prompt for a model to answer. Without a prompt, the model is loaded."""
-
-    prompt: str | None = None
-    system: str | None = None
-    raw: bool | None = None
-    """True: the prompt is completed as given, without the chat template."""
-    suffix: Annotated[None, only_empty("fill-in-the-middle is not supported; leave it out"), NOTHING] = None
-    template: Annotated[
-        None, only_empty("the model's own chat template is used; leave it out, or send a raw full prompt"), NOTHING
-    ] = None
-    context: Annotated[list[TokenId], *in_pieces(MAX_VALUES, least=0)] | None = None
-    """Tokens of an earlier conversation, from the `context` of an answer. The prompt continues them."""
-    images: NoImages = None
-
-
-PARAM_NAMES = ParamNames((
-    (re.compile(r"max_tokens|max_completion_tokens"), "options.num_predict"),
-    (re.compile(r"repetition_penalty"), "options.repeat_penalty"),
-    (re.compile(r"(temperature|top_k|top_p|min_p|seed|presence_penalty|frequency_penalty|stop\b.*)"), r"options.\1"),
-    (re.compile(r"(?:response_format|guided_json)\b.*"), "format"),
-    (re.compile(r"reasoning_effort|chat_template_kwargs\.enable_thinking"), "think"),
-))  # fmt: skip
-"""Parameter names of chat completions, each with the name in Ollama's API if it differs."""
-
-
-def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
-    """Convert a body to a chat request.
-
-    Raises:
-        InvalidParameterError: a parameter is invalid; the error names it.
-    """
-    tools = body.tools or () if isinstance(body, OllamaChatBody) else ()
-    members = {
-        **_shared(body),
-        "messages": _messages(body),
-        "tools": [_tool(tool) for tool in tools] or None,
-        "max_completion_tokens": _limit(body),
-        "logprobs": body.logprobs,
-        "top_logprobs": body.top_logprobs,
-        **_thinking(body.think),
-    }
-    return chat_body_of(members, PARAM_NAMES)
-
-
-def completion_body(body: OllamaGenerateBody) -> CompletionBody:
-    """Convert a raw prompt to a completion request.
-
-    Raises:
-        InvalidParameterError: a parameter is invalid; the error names it.
-    """
-    others = {"system": body.system, "think": body.think not in (None, ""), "context": body.context}
-    if param := next((name for name, value in others.items() if value), None):
-        raise InvalidParameterError(
-            f"{param} is given with raw, which disables the chat template; include it in the prompt",
-            param=param,
-        )
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidParameterError(
-            "top_logprobs is given without logprobs; set logprobs to true or leave it out", param="top_logprobs"
-        )
-    members = {
-        **_shared(body),
-        "prompt": body.prompt,
-        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-    }
-    given = {name: value for name, value in members.items() if value is not None}
-    return CompletionBody(max_tokens=_limit(body), **given)
-
-
-def warnings_of(body: OllamaBody, max_model_len: int | None) -> Iterator[str]:
-    """Warnings, one sentence each, about parameters that have no effect."""
-    options = body.options or OllamaOptions()
-    if body.keep_alive is not None:
-        yield "keep_alive: has no effect, because the server determines how long models stay loaded"
-    if options.num_ctx is not None and max_model_len is not None and options.num_ctx > max_model_len:
-        yield f"options.num_ctx: has no effect, because the model's context has {max_model_len} tokens"
-    if options.repeat_last_n not in (None, -1):
-        yield "options.repeat_last_n: has no effect, because penalties apply to the whole sequence"
-    for name in list(options.__pydantic_extra__)[:MAX_WARNINGS]:
-        yield f"options.{ascii(name[:MAX_LABEL_CHARS])[1:-1]}: the option is not supported, so it has no effect"
-
-
-def is_unloading(keep_alive: str | float | None) -> bool:
-    """True if ``keep_alive`` is zero, which unloads the model."""
-    if isinstance(keep_alive, str):
-        return re.fullmatch(r"0+(ms|[smh])?", keep_alive) is not None
-    return keep_alive == 0
-
-
-def _shared(body: OllamaBody) -> dict[str, Any]:
-    """Parameters that chats and raw prompts share."""
-    options = body.options or OllamaOptions()
-    return {
-        "model": body.model,
-        "stream": body.stream is not False,
-        **{name: getattr(options, name) for name in SamplingBody.model_fields},
-        "stop": options.stop or None,
-        "repetition_penalty": options.repeat_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
-        "response_format": _response_format(body.format),
-    }
-
-
-def _limit(body: OllamaBody) -> int | None:
-    given = None if body.options is None else body.options.num_predict
-    return None if given in ENDS_ALONE else given
-
-
-def _response_format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(given: str | JsonObject | None) -> JsonObject | None:
     if not isinstance(given, dict):
         return {"type": "json_object"} if given else None
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
 
 
-def _thinking(think: str | bool | None) -> dict[str, Any]:
-    if think in (None, ""):
-        return {}
-    if isinstance(think, str):
-        return {"reasoning_effort": think}
-    return {"chat_template_kwargs": {"enable_thinking": think}}
+def _tools(tools: Sequence[OllamaTool]) -> list[JsonObject] | None:
+    return [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in tools] or None
 
 
-def _tool(tool: OllamaTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
-
-
-def _messages(body: OllamaChatBody | OllamaGenerateBody) -> list[dict[str, Any]]:
-    if isinstance(body, OllamaChatBody):
-        return messages_of(body.messages or ())
+def _messages_of_prompt(body: OllamaGenerateBody) -> list[JsonObject]:
     system = [{"role": "system", "content": body.system}] if body.system else []
     return [*system, {"role": "user", "content": body.prompt}]
 
 
-def messages_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[OllamaMessage]) -> list[JsonObject]:
     """Convert the conversation to chat messages. Calls receive ids, and results are matched to their calls.
 
     Raises:
         InvalidParameterError: a result has no matching call.
     """
-    turns: list[dict[str, Any]] = []
+    turns: list[JsonObject] = []
     waiting: dict[str, str] = {}
     for index, message in enumerate(messages):
-        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        turn: JsonObject = {"role": message.role, "content": message.content or ""}
         if message.role == "tool":
             found = _answered(message, waiting)
             if found is None:
@@ -331,6 +191,100 @@ def _answered(result: OllamaMessage, waiting: dict[str, str]) -> str | None:
     return next((id_ for id_, called in waiting.items() if name in (None, called)), None)
 
 
-def _call(call: OllamaCall, new_id: str) -> dict[str, Any]:
+def _call(call: OllamaCall, new_id: str) -> JsonObject:
     function = {"name": call.function.name, "arguments": json.dumps(call.function.arguments or {}, ensure_ascii=False)}
     return {"id": call.id or new_id, "type": "function", "function": function}
+
+
+class OllamaBody(ParameterBody):
+    """Members of all generating requests."""
+
+    model: Name
+    """Name of a served model, with or without `:latest`."""
+    stream: bool | None = None
+    """Default: true."""
+    options: OllamaOptions | None = None
+    format: Annotated[Format | None, To("response_format", _response_format, dropped)] = None
+    """`json`, or a JSON schema that the answer obeys."""
+    think: Annotated[
+        Think | None,
+        To("reasoning_effort", lambda think: think if isinstance(think, str) and think else None),
+        To("chat_template_kwargs.enable_thinking", lambda think: think if isinstance(think, bool) else None),
+    ] = None
+    """Passed to chat templates that read `enable_thinking` or `reasoning_effort`; otherwise a warning."""
+    keep_alive: Annotated[KeepAlive | None, NoEffect("the server determines how long models stay loaded")] = None
+    """Ignored, with a warning: the server determines how long models stay loaded. In a request without a prompt, 0
+    unloads the model, which requires operator permissions."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    """Requires `logprobs`."""
+    truncate: bool | None = None
+    """Ignored: a conversation that does not fit in the context is rejected."""
+    shift: bool | None = None
+    """Ignored: an answer ends at the end of the context."""
+
+
+class OllamaChatBody(OllamaBody):
+    """A conversation for a model to answer. Without messages, the model is loaded."""
+
+    messages: Annotated[list[OllamaMessage] | None, Field(max_length=MAX_MESSAGES), To("messages", messages_of)] = None
+    tools: Annotated[list[OllamaTool] | None, Field(max_length=MAX_TOOLS), To("tools", _tools)] = None
+
+
+class OllamaGenerateBody(OllamaBody):
+    """A prompt for a model to answer. Without a prompt, the model is loaded."""
+
+    prompt: Annotated[str | None, To("messages", _messages_of_prompt, dropped, of_body=True), To("prompt")] = None
+    system: str | None = None
+    raw: bool | None = None
+    """True: the prompt is completed as given, without the chat template."""
+    suffix: Annotated[None, only_empty("fill-in-the-middle is not supported; leave it out"), NOTHING] = None
+    template: Annotated[
+        None, only_empty("the model's own chat template is used; leave it out, or send a raw full prompt"), NOTHING
+    ] = None
+    context: Annotated[list[TokenId], *in_pieces(MAX_VALUES, least=0)] | None = None
+    """Tokens of an earlier conversation, from the `context` of an answer. The prompt continues them."""
+    images: NoImages = None
+
+
+CHAT, GENERATE = table_of(OllamaChatBody, ChatBody), table_of(OllamaGenerateBody, ChatBody)
+RAW = table_of(OllamaGenerateBody, CompletionBody)
+"""Parameters of raw prompts, which become completions."""
+
+
+def completion_body(body: OllamaGenerateBody) -> CompletionBody:
+    """Convert a raw prompt to a completion request.
+
+    Raises:
+        InvalidParameterError: a parameter is invalid; the error names it.
+    """
+    others = {"system": body.system, "think": body.think not in (None, ""), "context": body.context}
+    if param := next((name for name, value in others.items() if value), None):
+        raise InvalidParameterError(
+            f"{param} is given with raw, which disables the chat template; include it in the prompt",
+            param=param,
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidParameterError(
+            "top_logprobs is given without logprobs; set logprobs to true or leave it out", param="top_logprobs"
+        )
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return RAW.request(body, logprobs=logprobs, max_tokens=_limit((body.options or OllamaOptions()).num_predict))
+
+
+def warnings_of(body: OllamaBody, max_model_len: int | None) -> Iterator[str]:
+    """Warnings, one sentence each, about parameters that have no effect."""
+    options = body.options or OllamaOptions()
+    warnings = [*CHAT.warnings(body)]
+    if options.num_ctx is not None and max_model_len is not None and options.num_ctx > max_model_len:
+        warnings.append(f"options.num_ctx: has no effect, because the model's context has {max_model_len} tokens")
+    yield from sorted(warnings)
+    for name in list(options.__pydantic_extra__)[:MAX_WARNINGS]:
+        yield f"options.{ascii(name[:MAX_LABEL_CHARS])[1:-1]}: the option is not supported, so it has no effect"
+
+
+def is_unloading(keep_alive: str | float | None) -> bool:
+    """True if ``keep_alive`` is zero, which unloads the model."""
+    if isinstance(keep_alive, str):
+        return re.fullmatch(r"0+(ms|[smh])?", keep_alive) is not None
+    return keep_alive == 0

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,7 +22,7 @@ from lockstep.server.adapters.ollama import ERRORS, NS, served_name
 from lockstep.server.adapters.ollama_body import LATEST, KeepAlive, OllamaOptions
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.embeddings import MAX_INPUTS, EmbeddingBody, embedded
-from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, JsonObject, Name, ParameterBody, Shape, text_or_list
+from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, JsonObject, Name, ParameterBody, Shape, TextOr
 from lockstep.server.serving import serving_of
 from lockstep.version import __version__
 
@@ -122,10 +122,7 @@ class EmbedBody(ParameterBody):
     """Texts to embed."""
 
     model: Name
-    input: Annotated[
-        Annotated[str, Tag("[text]")] | Annotated[list[str], Field(max_length=MAX_INPUTS), Tag("[list]")],
-        Discriminator(text_or_list),
-    ]
+    input: TextOr[Annotated[list[str], Field(max_length=MAX_INPUTS)]]
     truncate: bool | None = None
     """False: an input that does not fit in the context is rejected. Default: only its last tokens are used."""
     dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
@@ -176,7 +173,8 @@ async def ollama_show(body: NamedModelBody, request: Request) -> Response:
     """One model: its template, context length and capabilities."""
     cluster = serving_of(request).cluster
     name = served_name(cluster, _name(body))
-    card, tokenizer = cluster.card(name), cluster.tokenizer(name)
+    card = cluster.card(name)
+    tokenizer = card.tokenizer
     details = _details()
     template = tokenizer.chat_template or ""
     info: dict[str, Any] = {"general.architecture": details["family"], "general.basename": card.name}

@@ -17,6 +17,7 @@ from lockstep.server.batches.input_file import BatchRequest
 from lockstep.server.batches.job import BatchJob, Reply, request_id_of
 from lockstep.server.body import JSON_TYPE
 from lockstep.server.request_context import BACKGROUND, REQUEST_ID_HEADER, Background
+from lockstep.system import SYSTEM, System
 
 RETRIED = frozenset({408, 429, 502, 503})
 """Statuses after which a request is retried: a full queue, a model that is loading, an error of a remote server."""
@@ -31,8 +32,9 @@ MAX_WAIT_S = 30.0
 class InProcessServer:
     """Calls the application for batch requests."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, system: System = SYSTEM) -> None:
         self._app = app
+        self.system = system
 
     async def send(self, request: BatchRequest, tenant: str, request_id: str) -> Reply:
         """Send one request. Cancellation aborts it within one step, but a complete answer is returned."""
@@ -109,7 +111,7 @@ async def answer(server: InProcessServer, job: BatchJob, index: int, request: Ba
         num_lost += _is_lost(reply)
         if num_lost >= MAX_LOST_TRIES:
             return reply
-        await asyncio.sleep(wait_s(attempt, reply.retry_after_s, random.random()))
+        await server.system.sleep(wait_s(attempt, reply.retry_after_s, random.random()))
     return reply
 
 

@@ -11,11 +11,13 @@ import os
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedWriter
 from pathlib import Path
 from typing import IO
 
 from lockstep.errors import ConfigError
 from lockstep.server.database import OWNER_ONLY
+from lockstep.system import SYSTEM, System, write_all
 
 _MAGIC = b"lockstep-batch 1 "
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
@@ -34,15 +36,16 @@ class Journal:
         OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: Path, digest: str, num_requests: int) -> None:
+    def __init__(self, path: Path, digest: str, num_requests: int, system: System = SYSTEM) -> None:
         self.path = path
+        self._system = system
         self.num_completed = 0
         self.num_failed = 0
         self._places = array("Q", [0]) * num_requests
         """Offset of each request's result line; 0: it has no result."""
         self._end = 0
         """Offset of the next line. Data beyond it is part of a failed write, and is ignored."""
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY), "r+b", buffering=0)
+        self._file = system.open(path, "a+b", OWNER_ONLY)
         try:
             self._read(_MAGIC + digest.encode() + b"\n")
         except BaseException:
@@ -58,7 +61,7 @@ class Journal:
                     raise ConfigError(f"{self.path}: this file is not a batch journal; move it away")
                 self._write(header)
                 self._end = len(header)
-                sync_folder(self.path.parent)
+                sync_folder(self.path.parent, self._system)
                 return
             if first != header:
                 raise ConfigError(
@@ -118,10 +121,8 @@ class Journal:
         descriptor = self._file.fileno()
         os.ftruncate(descriptor, self._end)
         try:
-            num_written = 0
-            while num_written < len(data):
-                num_written += os.pwrite(descriptor, data[num_written:], self._end + num_written)
-            os.fsync(descriptor)
+            write_all(self._file, data)  # appends
+            self._system.sync(descriptor)
         except OSError:
             with suppress(OSError):  # if it fails, the next write retries it
                 os.ftruncate(descriptor, self._end)
@@ -143,25 +144,25 @@ class Journal:
 
 
 @contextmanager
-def durable_file(path: Path, mode: int) -> Iterator[IO[bytes]]:
+def durable_file(path: Path, permissions: int, system: System = SYSTEM) -> Iterator[IO[bytes]]:
     """A new file that gets its name once it is complete and on disk. If the block fails, nothing is left of it."""
     whole = path.with_name(f"{path.name}.whole")
     try:
-        with os.fdopen(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        with BufferedWriter(system.open(whole, "wb", permissions)) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        whole.replace(path)
-        sync_folder(path.parent)
+            system.sync(file.fileno())
+        system.replace(whole, path)
+        sync_folder(path.parent, system)
     finally:
         whole.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path, system: System) -> None:
     """Sync a folder, so that the names of new and renamed files are durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        system.sync(descriptor)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise

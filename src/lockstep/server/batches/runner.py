@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,19 +115,12 @@ def to_abort(running: Iterable[RunningRequest]) -> list[RunningRequest]:
 class BatchRunner:
     """Runs all batches of one server. Used from the server's event loop."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        store: BatchStore,
-        app: ASGIApp,
-        clock: Callable[[], float] = time.monotonic,
-        unix_time_s: Callable[[], float] = time.time,
-    ) -> None:
-        self.store = store
-        self._now_s, self.unix_time_s = clock, unix_time_s
+    def __init__(self, serving: Serving, store: BatchStore, app: ASGIApp) -> None:
+        self.store, system = store, store.system
+        self._now_s, self.unix_time_s = system.now_s, system.unix_time_s
         self.counts = RunnerCounts()
         self._serving = serving
-        self._server = InProcessServer(app)
+        self._server = InProcessServer(app, system)
         self._open: dict[str, _Open] = {}
         self._running: list[RunningRequest] = []
         self._wake = asyncio.Event()
@@ -418,7 +410,7 @@ class BatchRunner:
             with path.open("rb") as file:
                 return checked_input(file, batch.endpoint, most)
 
-        checked = await asyncio.to_thread(check)
+        checked = await self.store.system.run_in_thread(check)
         faults = [*checked.faults, *(self._unknown_models(checked) if batch.status == "validating" else ())]
         if faults:
             each.faults = tuple(sorted(faults, key=lambda fault: fault.line or 0))

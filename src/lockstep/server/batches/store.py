@@ -32,6 +32,7 @@ from lockstep.server.batches.job import BatchJob
 from lockstep.server.batches.journal import Journal, durable_file
 from lockstep.server.batches.schema import ENDED, Batch, StoredFile, derived_id
 from lockstep.server.database import OWNER_ONLY, Database, Schema
+from lockstep.system import SYSTEM, System
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class BatchStore:
         ConfigError: the folder cannot be created or used, or another server uses it.
     """
 
-    def __init__(self, folder: Path | None, limits: StoreLimits | None = None) -> None:
+    def __init__(self, folder: Path | None, limits: StoreLimits | None = None, system: System = SYSTEM) -> None:
+        self.system = system
         self.limits = limits or StoreLimits()
         self.fault: StorageError | None = None
         """The last write error of the disk; None once a write succeeds again."""
@@ -110,7 +112,7 @@ class BatchStore:
                 each.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{self._folder}: batches cannot be stored there: {error}") from error
-        self.database = Database(self._folder / "batches.db", SCHEMA)
+        self.database = Database(self._folder / "batches.db", SCHEMA, system)
         self._sweep()
 
     def close(self) -> None:
@@ -138,7 +140,7 @@ class BatchStore:
         def write() -> None:
             path = self.path_of("probe")
             try:
-                with durable_file(path, OWNER_ONLY) as file:
+                with durable_file(path, OWNER_ONLY, self.system) as file:
                     file.write(bytes(_PROBE_BYTES))
             finally:
                 path.unlink(missing_ok=True)
@@ -183,7 +185,7 @@ class BatchStore:
                     f"{num_bytes} bytes of files are stored, and the limit is {limits.max_bytes}; delete some files",
                     param="file",
                 )
-            with durable_file(self.path_of(file.id), OWNER_ONLY) as target:
+            with durable_file(self.path_of(file.id), OWNER_ONLY, self.system) as target:
                 shutil.copyfileobj(content, target, _COPY_BYTES)
             with self.database.transaction() as connection:
                 _insert_file(connection, tenant, file)
@@ -300,7 +302,7 @@ class BatchStore:
 
     def open_job(self, tenant: str, batch: Batch, offsets: array[int]) -> BatchJob:
         """Open the job of a batch, which continues an interrupted one. Runs on the database's thread."""
-        journal = Journal(self._folder / "journals" / batch.id, batch.id, len(offsets))
+        journal = Journal(self._folder / "journals" / batch.id, batch.id, len(offsets), self.system)
         return BatchJob(batch.id, tenant, self.path_of(batch.input_file_id), offsets, journal)
 
     def finish(self, job: BatchJob, batch: Batch, now_s: float, unanswered: tuple[str, str] | None) -> Batch:
@@ -314,7 +316,10 @@ class BatchStore:
         """
         ids = {kind: derived_id("file-", batch.id, kind) for kind in ("output", "error")}
         paths = {kind: self.path_of(file_id) for kind, file_id in ids.items()}
-        with durable_file(paths["output"], OWNER_ONLY) as output, durable_file(paths["error"], OWNER_ONLY) as errors:
+        with (
+            durable_file(paths["output"], OWNER_ONLY, self.system) as output,
+            durable_file(paths["error"], OWNER_ONLY, self.system) as errors,
+        ):
             job.write_results(output, errors, unanswered)
         made: dict[str, StoredFile] = {}
         for kind, file_id in ids.items():

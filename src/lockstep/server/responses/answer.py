@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NotRequired
 
-from lockstep.server.answer import SSE, Extension, encode
+from lockstep.server.answer import SSE, Extension, encode, event_frames
 from lockstep.server.answer_response import Answer
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
@@ -144,12 +144,6 @@ class ResponseObject(Shape):
     truncation: Literal["auto", "disabled"]
     user: str | None
     lockstep: NotRequired[Extension | None]
-
-
-def documented_events() -> dict[int | str, dict[str, Any]]:
-    """OpenAPI document of a successful response: a complete response object or a stream of events."""
-    events = {"example": "event: response.created\ndata: {...}\n\n"}
-    return {200: {"model": ResponseObject, "description": "The response.", "content": {"text/event-stream": events}}}
 
 
 class ItemKind(Enum):
@@ -434,8 +428,7 @@ class ResponseEncoder:
         return content
 
     def _frames(self) -> bytes:
-        events = self._writer.take_events()
-        return b"".join([b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event)) for event in events])
+        return event_frames(self._writer.take_events())
 
 
 def _usage_of(answer: Answer) -> ResponseUsage:

@@ -14,20 +14,20 @@ from starlette.responses import JSONResponse, Response
 
 from lockstep.cluster.base import Accepted
 from lockstep.errors import InvalidParameterError
-from lockstep.server.answer_response import Answer, AnswerResponse
+from lockstep.server.answer import documented
+from lockstep.server.answer_response import Answer
 from lockstep.server.body import LongBodyRoute
-from lockstep.server.chat import MAX_WARNINGS, ChatCall
-from lockstep.server.chat_adapter import adapted_call
-from lockstep.server.choices import open_choices
+from lockstep.server.chat import ChatBody
+from lockstep.server.chat_adapter import answer_as_chat
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import Shape
 from lockstep.server.request_context import context_of
-from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, ResponseWriter, documented_events
+from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, ResponseWriter
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
 from lockstep.server.responses.store import ResponseStore, StoredResponse
 from lockstep.server.responses.tools import shown_tools, tool_warnings
-from lockstep.server.responses.translation import PARAM_NAMES, JsonObject, chat_body, items_of, messages_of
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.responses.translation import TABLE, JsonObject, chat_body, items_of, messages_of
+from lockstep.server.serving import card_of
 
 MAX_ITEMS = 100
 """Maximum page size, as in OpenAI's API. So is the default page size below."""
@@ -60,44 +60,43 @@ class ItemList(Shape):
     has_more: bool
 
 
-@router.post("/v1/responses", responses=documented_events())
+@router.post(
+    "/v1/responses", responses=documented(ResponseObject, "event: response.created\ndata: {...}\n\n", "The response.")
+)
 async def create_response(body: ResponseBody, request: Request) -> Response:
     """Create a response and store it, so that it can be continued."""
-    serving, context, store = serving_of(request), context_of(request), store_of(request)
-    cluster, tenant = serving.cluster, context.tenant
-    context.model = cluster.card(body.model).name
+    context, store, tools = context_of(request), store_of(request), body.tools or ()
+    card_of(request, body.model)
     previous_id, param = body.previous_response_id, "previous_response_id"
-    earlier = () if previous_id is None else await store.chain(previous_id, tenant, param)
-    tokenizer = cluster.tokenizer(body.model)
-    tools = shown_tools(body.tools or ())
-    param_names = PARAM_NAMES.with_tools([shown.place for shown in tools])
-
-    def translate() -> tuple[tuple[JsonObject, ...], ChatCall]:
-        items = items_of(body.input, _new_id)
-        messages = messages_of(body.instructions, [*_items_of_chain(earlier), *items])
-        return items, adapted_call(request, lambda: chat_body(body, messages), param_names, tokenizer)
-
-    items, chat = await translated(request, translate)
-    response_id = _new_id("resp")
+    earlier = () if previous_id is None else await store.chain(previous_id, context.tenant, param)
+    response_id, shown = _new_id("resp"), shown_tools(tools)
+    items: list[JsonObject] = []
     encoders: list[ResponseEncoder] = []
 
-    def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        model, created_s = accepted[0].model, int(time.time())
-        warnings = map(param_names.warning, chat.warnings(cluster.tokenizer(model)))
-        context.warnings = [*tool_warnings(body.tools or ()), *warnings][:MAX_WARNINGS]
-        choices = open_choices(
-            chat.call.params, tokenizer, accepted[0], tool_use=chat.tool_use, new_call_id=lambda: _new_id("call")
-        )
-        writer = ResponseWriter(response_base(body, response_id, model, created_s), _new_id)
-        encoders.append(ResponseEncoder(writer, tools))
-        return Answer(accepted, choices, encoders[0], context)
+    def make_body() -> ChatBody:
+        items.extend(items_of(body.input, _new_id))
+        return chat_body(body, messages_of(body.instructions, [*_items_of_chain(earlier), *items]))
+
+    def make_encoder(accepted: Accepted) -> ResponseEncoder:
+        base = response_base(body, response_id, accepted.model, int(time.time()))
+        encoders.append(ResponseEncoder(ResponseWriter(base, _new_id), shown))
+        return encoders[0]
 
     async def keep(answer: Answer) -> None:
         if body.store is not False:
-            await store.put(StoredResponse(response_id, tenant, encoders[0].final(answer), items))
+            await store.put(StoredResponse(response_id, context.tenant, encoders[0].final(answer), tuple(items)))
 
-    return AnswerResponse(
-        request, (chat.call,), make_answer, param_names.names(chat.names), is_stream=bool(body.stream), before_end=keep
+    return await answer_as_chat(
+        request,
+        body.model,
+        make_body,
+        TABLE.with_tools([each.place for each in shown]),
+        make_encoder,
+        is_stream=bool(body.stream),
+        new_call_id=lambda: _new_id("call"),
+        warnings=tool_warnings(tools),
+        cuts_to_context=False,
+        before_end=keep,
     )
 
 

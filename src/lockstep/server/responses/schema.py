@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES
+from lockstep.errors import InvalidParameterError
 from lockstep.server.chat import MAX_TOP_LOGPROBS, ReasoningEffort, RefusalPart, part_kind
+from lockstep.server.chat_adapter import To, dropped, flat
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_SEQUENCE_TOKENS,
     Body,
     JsonObject,
     Marked,
-    Name,
+    TextOr,
     in_pieces,
-    text_or_list,
 )
-from lockstep.server.generation import DeadlineMs, Labels, RequestBody
-from lockstep.server.responses.tools import FunctionTool, ResponseTool
+from lockstep.server.generation import ConversationBody, Labels
+from lockstep.server.responses.tools import FunctionTool, ResponseTool, shown_name, shown_tools
 from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName, choice_kind
 
 MAX_ID_CHARS = 128
@@ -45,10 +47,7 @@ class ResponseTextPart(Marked):
 Part = Annotated[
     Annotated[ResponseTextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(part_kind)
 ]
-Content = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Content = TextOr[Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class MessageItem(Body):
@@ -152,10 +151,7 @@ Item = Annotated[
         custom_error_message=f"An item's type must be one of {', '.join(ITEM_KINDS)}; other types are not supported",
     ),
 ]
-Input = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[Item], *in_pieces(MAX_MESSAGES), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Input = TextOr[Annotated[list[Item], *in_pieces(MAX_MESSAGES)]]
 
 
 class NamedTool(Body):
@@ -180,6 +176,21 @@ ToolChoice = Annotated[
 ]
 
 
+def _tool_choice(choice: ToolChoice) -> str | JsonObject:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, ResponseAllowedTools):
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]},
+        }
+    return _named(choice)
+
+
+def _named(tool: NamedTool) -> JsonObject:
+    return {"type": "function", "function": {"name": shown_name(tool.namespace, tool.name)}}
+
+
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] | None = None
     """Absent: text."""
@@ -191,14 +202,37 @@ class TextFormat(Body):
     """Ignored: the answer always obeys the schema."""
 
 
+def as_json(body: Body) -> JsonObject:
+    """Serialize a part of the body as the client sent it, without unset members."""
+    return body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
+
+
+def _response_format(given: TextFormat) -> JsonObject:
+    about = as_json(given)
+    kind = about.pop("type", "text")
+    if kind != "json_schema":
+        if about:
+            raise InvalidParameterError(
+                f"text.format.{next(iter(about))} is given with type {kind}; it requires type json_schema",
+                param="text.format",
+            )
+        return {"type": kind}
+    for name in ("schema", "name"):
+        if name not in about:
+            raise InvalidParameterError(
+                f"text.format.{name} is missing; type json_schema requires it", param=f"text.format.{name}"
+            )
+    return {"type": kind, "json_schema": about}
+
+
 class TextConfig(Body):
-    format: TextFormat | None = None
+    format: Annotated[TextFormat | None, To("response_format", _response_format, flat)] = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Passed to chat templates that read it. Otherwise values other than `medium` cause a warning."""
 
 
 class Reasoning(Body):
-    effort: ReasoningEffort | None = None
+    effort: Annotated[ReasoningEffort | None, To("reasoning_effort")] = None
     """Passed to chat templates that read it; `none` also sets `enable_thinking` to false. Otherwise a warning."""
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Ignored: reasoning is returned in full, not as a summary."""
@@ -224,12 +258,14 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponseBody(RequestBody):
+def _functions(tools: Sequence[ResponseTool]) -> list[JsonObject] | None:
+    return [{"type": "function", "function": shown.function} for shown in shown_tools(tools)] or None
+
+
+class ResponseBody(ConversationBody):
     """A conversation for a model to answer, with the parameters of the answer."""
 
-    input: Input
-    model: Name | None = None
-    """Name of a served model. Absent: the only served model."""
+    input: Annotated[Input, To("messages", inner=dropped)]
     instructions: str | None = None
     """System message before the conversation. It is not inherited from the previous response."""
     previous_response_id: Id | None = None
@@ -237,15 +273,13 @@ class ResponseBody(RequestBody):
     store: bool | None = None
     """Whether to store the response, so that it can be continued. Default: true."""
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS), To("max_tokens")] = None
     """Maximum number of tokens of the answer, including reasoning. Absent: the rest of the context."""
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    """False: the answer has at most one call."""
+    tools: Annotated[list[ResponseTool] | None, Field(max_length=MAX_TOOLS), To("tools", _functions, flat)] = None
+    tool_choice: Annotated[ToolChoice | None, To("tool_choice", _tool_choice, flat)] = None
     reasoning: Reasoning | None = None
-    include: list[Includable] | None = None
+    include: Annotated[list[Includable] | None, To("logprobs", lambda names: LOGPROBS in names or None)] = None
     """Additional output: log-probabilities. Other values have no effect: reasoning is always returned as plain text,
     and the server has no built-in tools."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
@@ -258,16 +292,6 @@ class ResponseBody(RequestBody):
     """Labels that are stored with the response and logged."""
     client_metadata: Annotated[dict[str, Any] | None, Field(max_length=MAX_CLIENT_METADATA)] = None
     """Ignored: data for the client's own use."""
-    safety_identifier: Name | None = None
-    """Logged, like `user`."""
-    prompt_cache_key: Name | None = None
-    """Ignored: the prefix cache does not need routing hints."""
-    prompt_cache_retention: Name | None = None
-    prompt_cache_options: JsonObject | None = None
-    deadline_ms: DeadlineMs | None = None
-    """Time limit for the complete answer. When exceeded, the request ends with status 504 or a failed response."""
-    chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that it does not read."""
     max_tool_calls: None = None
     """Not supported: it applies to built-in tools only."""
     conversation: None = None
@@ -276,12 +300,7 @@ class ResponseBody(RequestBody):
     """Not supported: use `instructions` and `input`."""
 
 
-def as_json(body: Body) -> dict[str, Any]:
-    """Serialize a part of the body as the client sent it, without unset members."""
-    return body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
-
-
-def response_base(body: ResponseBody, response_id: str, model: str, created_s: int) -> dict[str, Any]:
+def response_base(body: ResponseBody, response_id: str, model: str, created_s: int) -> JsonObject:
     """Members of a response object that describe its request. They never change."""
     text = {} if body.text is None else as_json(body.text)
     return {
@@ -312,12 +331,12 @@ def response_base(body: ResponseBody, response_id: str, model: str, created_s: i
     }
 
 
-def _tool_as_json(tool: ResponseTool) -> dict[str, Any]:
+def _tool_as_json(tool: ResponseTool) -> JsonObject:
     written = as_json(tool)
     return {"parameters": None, "strict": False, **written} if isinstance(tool, FunctionTool) else written
 
 
-def _choice_as_json(body: ResponseBody) -> Any:
+def _choice_as_json(body: ResponseBody) -> str | JsonObject:
     choice = body.tool_choice
     if choice is None:
         return "auto"

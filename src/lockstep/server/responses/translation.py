@@ -1,4 +1,4 @@
-"""Translation between Responses and chat requests: converts items to messages and parameter names both ways.
+"""Translation of Responses requests to chat requests: converts input to items, and items to messages.
 
 All functions are pure. Items are stored and returned; messages are passed to the model. Consecutive reasoning, text and
 tool call items of the assistant become one message. So a conversation produces the same prompt whether it is continued
@@ -8,15 +8,13 @@ by id or sent in full.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError
 from lockstep.server.chat import ChatBody
-from lockstep.server.chat_adapter import ParamNames, chat_body_of
-from lockstep.server.generation import RequestBody
+from lockstep.server.chat_adapter import table_of
 from lockstep.server.responses.schema import (
     LOGPROBS,
     Content,
@@ -26,15 +24,10 @@ from lockstep.server.responses.schema import (
     FunctionCallOutputItem,
     Item,
     MessageItem,
-    NamedTool,
     ReasoningItem,
-    ResponseAllowedTools,
     ResponseBody,
-    TextFormat,
-    ToolChoice,
-    as_json,
 )
-from lockstep.server.responses.tools import arguments_of, shown_name, shown_tools
+from lockstep.server.responses.tools import arguments_of, shown_name
 
 JsonObject = Mapping[str, Any]
 NewId = Callable[[str], str]
@@ -187,25 +180,7 @@ def _tool_message(item: JsonObject, called: Mapping[str, str]) -> dict[str, Any]
     return {"role": "tool", "tool_call_id": call_id, "name": called[call_id], "content": text}
 
 
-_SAME = (
-    *RequestBody.model_fields,
-    *("model", "parallel_tool_calls", "safety_identifier", "prompt_cache_key", "chat_template_kwargs"),
-)
-"""Parameters with the same name in both APIs."""
-
-PARAM_NAMES = ParamNames(
-    (
-        (re.compile(r"messages\b.*|prompt"), "input"),
-        (re.compile(r"max_tokens|max_completion_tokens"), "max_output_tokens"),
-        (re.compile(r"response_format(?:\.json_schema)?(\.\w+)?"), r"text.format\1"),
-        (re.compile(r"reasoning_effort"), "reasoning.effort"),
-        (re.compile(r"(tools\[\d+\])\.function(\..*)?"), r"\1\2"),
-        (re.compile(r"tool_choice(?:\.allowed_tools(\.tools\[\d+\]))?\.function\.name"), r"tool_choice\1.name"),
-        (re.compile(r"verbosity"), "text.verbosity"),
-        (re.compile(r"logprobs"), "include"),
-    )
-)
-"""Parameter names of chat completions, each with the name in the Responses API."""
+TABLE = table_of(ResponseBody, ChatBody)
 
 
 def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
@@ -226,50 +201,4 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
         raise InvalidParameterError(
             "stream_options is given without stream; set stream or leave it out", param="stream_options"
         )
-    text_format = None if body.text is None else body.text.format
-    members = {
-        "messages": messages,
-        "max_completion_tokens": body.max_output_tokens,
-        "logprobs": True if has_logprobs else None,
-        "top_logprobs": body.top_logprobs or None,
-        "response_format": None if text_format is None else _response_format(text_format),
-        "tools": [{"type": "function", "function": shown.function} for shown in shown_tools(body.tools or ())] or None,
-        "tool_choice": _tool_choice(body.tool_choice),
-        "verbosity": None if body.text is None else body.text.verbosity,
-        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
-        **{name: getattr(body, name) for name in _SAME},
-    }
-    return chat_body_of(members, PARAM_NAMES)
-
-
-def _response_format(given: TextFormat) -> JsonObject:
-    about = as_json(given)
-    kind = about.pop("type", "text")
-    if kind != "json_schema":
-        if about:
-            raise InvalidParameterError(
-                f"text.format.{next(iter(about))} is given with type {kind}; it requires type json_schema",
-                param="text.format",
-            )
-        return {"type": kind}
-    for name in ("schema", "name"):
-        if name not in about:
-            raise InvalidParameterError(
-                f"text.format.{name} is missing; type json_schema requires it", param=f"text.format.{name}"
-            )
-    return {"type": kind, "json_schema": about}
-
-
-def _tool_choice(choice: ToolChoice | None) -> str | JsonObject | None:
-    if choice is None or isinstance(choice, str):
-        return choice
-    if isinstance(choice, ResponseAllowedTools):
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]},
-        }
-    return _named(choice)
-
-
-def _named(tool: NamedTool) -> JsonObject:
-    return {"type": "function", "function": {"name": shown_name(tool.namespace, tool.name)}}
+    return TABLE.request(body, messages=messages)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.engine.chat_template import checked_messages
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.tools.call_formats import (
     HERMES,
@@ -24,7 +23,8 @@ from lockstep.server.tools.call_formats import (
     format_of,
 )
 
-Message = Mapping[str, Any]
+CheckedMessage = dict[str, object]
+"""One message, as `lockstep.engine.chat_template.checked_messages` returns it."""
 Shown = Mapping[str, Any]
 """One function, in the form of OpenAI's `tools`."""
 _CODE = "python_tools"
@@ -60,12 +60,17 @@ class TemplateTools:
             return {}
         return {self.variable: list(tools) if self.variable == "tools" else [tool["function"] for tool in tools]}
 
-    def messages(self, messages: Sequence[Message], tools: Sequence[Shown]) -> Sequence[Message]:
-        """Return the conversation with function names in results. Calls become content if the template does not render
-        them, and functions are added to the system message if the template expects them there."""
+    def rewrites(self, roles: Set[object], tools: Sequence[Shown]) -> bool:
+        """True if `rewritten` changes a conversation with these roles."""
+        names_results, moves_calls = "tool" in roles, "assistant" in roles and not self.writes_calls
+        return names_results or moves_calls or (self.is_in_message and bool(tools))
+
+    def rewritten(self, messages: list[CheckedMessage], tools: Sequence[Shown]) -> list[CheckedMessage]:
+        """Return a checked conversation with function names in results. Calls become content if the template does not
+        render them, and functions are added to the system message if the template expects them there."""
         messages = with_result_names(messages)
         if not self.writes_calls:
-            messages = with_calls_in_content(messages, self.call_format)
+            messages = [with_calls_in_content(message, self.call_format) for message in messages]
         return with_tools_in_system(messages, tools) if self.is_in_message and tools else messages
 
 
@@ -89,48 +94,38 @@ def template_tools_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] |
     return TemplateTools(form, variable, is_in_message, writes_calls)
 
 
-def with_result_names(messages: Sequence[Message]) -> Sequence[Message]:
+def with_result_names(messages: Sequence[CheckedMessage]) -> list[CheckedMessage]:
     """Return the messages with the function's name in each result as ``name``. Clients only send the call id."""
-    if not _has(messages, "tool"):
-        return messages
     names: dict[object, str] = {}
-    checked = checked_messages(messages, supports_developer=True)
-    for message in checked:
+    named: list[CheckedMessage] = []
+    for message in messages:
         calls: Any = message.get("tool_calls")
         names |= {call.get("id"): call["function"]["name"] for call in calls or ()}
-        if message["role"] == "tool" and not message.get("name") and message.get("tool_call_id") in names:
-            message["name"] = names[message["tool_call_id"]]
-    return checked
+        is_unnamed = message["role"] == "tool" and not message.get("name")
+        name = names.get(message.get("tool_call_id")) if is_unnamed else None
+        named.append(message if name is None else {**message, "name": name})
+    return named
 
 
-def with_calls_in_content(messages: Sequence[Message], call_format: CallFormat) -> Sequence[Message]:
-    """Return the messages with their calls as text, in the model's own format."""
-    if not _has(messages, "assistant"):
-        return messages
-    checked = checked_messages(messages, supports_developer=True)
-    for message in checked:
-        calls: Any = message.pop("tool_calls", None)
-        if calls:
-            functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-            message["content"] = f"{message['content']}{calls_text(call_format, functions)}"
-    return checked
+def with_calls_in_content(message: CheckedMessage, call_format: CallFormat) -> CheckedMessage:
+    """Return a message with its calls as text, in the model's own format."""
+    calls: Any = message.get("tool_calls")
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    if calls:
+        functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        others["content"] = f"{message['content']}{calls_text(call_format, functions)}"
+    return others
 
 
-def with_tools_in_system(messages: Sequence[Message], tools: Sequence[Shown]) -> Sequence[Message]:
+def with_tools_in_system(messages: Sequence[CheckedMessage], tools: Sequence[Shown]) -> list[CheckedMessage]:
     """Return the messages, starting with a system message that has the functions as JSON text."""
     text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    checked = checked_messages(messages, supports_developer=False)
-    if checked[0]["role"] != "system":
-        checked.insert(0, {"role": "system", "content": _SYSTEM})
-    checked[0]["tools"] = text
-    return checked
-
-
-def _has(messages: object, role: str) -> bool:
-    """True if any message has the role. ``messages`` is not validated yet."""
-    return isinstance(messages, Sequence) and any(
-        isinstance(message, Mapping) and message.get("role") == role for message in messages
-    )
+    named: list[CheckedMessage] = [
+        {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+    ]
+    if named[0]["role"] != "system":
+        named.insert(0, {"role": "system", "content": _SYSTEM})
+    return [{**named[0], "tools": text}, *named[1:]]
 
 
 def calls_text(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

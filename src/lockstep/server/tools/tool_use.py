@@ -30,7 +30,7 @@ from lockstep.server.tools.definitions import (
 from lockstep.server.tools.enforcement import enforced_tools
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS, AnswerShape, answer_grammar
 from lockstep.server.tools.parser import ToolParser
-from lockstep.server.tools.template_tools import TemplateTools, template_tools_of
+from lockstep.server.tools.template_tools import CheckedMessage, TemplateTools, template_tools_of
 
 _HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -70,15 +70,27 @@ class ToolUse:
         Raises:
             InvalidParameterError: a message is invalid; ``param`` names it.
         """
+        if not self._rewrites(messages):
+            return messages
+        checked = checked_messages(messages, supports_developer=True)
         if self.supports_tools:
-            messages = with_short_ids(messages) if self.call_format.has_short_ids else messages
-            return self.template_tools.messages(messages, self.shown)
-        rewritten = calls_as_text(messages)
+            checked = [with_short_ids(message) for message in checked] if self.call_format.has_short_ids else checked
+            return self.template_tools.rewritten(checked, self.shown)
+        rewritten = calls_as_text(checked)
         return (
             rewritten
             if self.system_text is None
             else with_system_text(rewritten, self.system_text, takes_system=self.takes_system)
         )
+
+    def _rewrites(self, messages: object) -> bool:
+        """True if a conversation needs changes. The engine checks it in any case; only a conversation to be changed is
+        checked before."""
+        listed = messages if isinstance(messages, Sequence) else ()
+        roles = {message.get("role") for message in listed if isinstance(message, Mapping)}
+        if self.supports_tools:
+            return self.call_format.has_short_ids or self.template_tools.rewrites(roles, self.shown)
+        return self.system_text is not None or not roles.isdisjoint(("assistant", "tool"))
 
     def parser(self, new_id: Callable[[], str]) -> ToolParser:
         """Create a parser for one answer. ``new_id`` generates call ids."""
@@ -218,37 +230,35 @@ def with_system_text(messages: Sequence[Message], text: str, *, takes_system: bo
     return [{"role": "system", "content": text}, *messages]
 
 
-def calls_as_text(messages: Sequence[Message]) -> list[Message]:
+def calls_as_text(messages: Sequence[CheckedMessage]) -> list[Message]:
     """Convert past calls and results to text of assistant and user messages. Consecutive results become one message."""
     rewritten: list[Message] = []
-    for message in checked_messages(messages, supports_developer=True):
-        calls = message.pop("tool_calls", None)
-        if calls:
-            assert isinstance(calls, list), "checked messages have lists of calls"
-            message["content"] = "\n".join(
-                [*([str(message["content"])] if message["content"] else []), *map(_call, calls)]
-            )
-        if message["role"] != "tool":
-            rewritten.append(message)
+    for message in messages:
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if rewritten and rewritten[-1].get("tool_results"):
+                rewritten[-1] = {**rewritten[-1], "content": f"{rewritten[-1]['content']}\n{result}"}
+            else:
+                rewritten.append({"role": "user", "content": result, "tool_results": True})
             continue
-        result = f"<tool_response>\n{message['content']}\n</tool_response>"
-        if rewritten and rewritten[-1].get("tool_results"):
-            rewritten[-1] = {**rewritten[-1], "content": f"{rewritten[-1]['content']}\n{result}"}
-        else:
-            rewritten.append({"role": "user", "content": result, "tool_results": True})
+        calls: Any = message.get("tool_calls")
+        others = {key: value for key, value in message.items() if key != "tool_calls"}
+        if calls:
+            said = [str(message["content"])] if message["content"] else []
+            others["content"] = "\n".join([*said, *map(_call, calls)])
+        rewritten.append(others)
     return [{key: value for key, value in message.items() if key != "tool_results"} for message in rewritten]
 
 
-def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with call ids of nine letters and digits. Equal ids stay equal."""
-    checked = checked_messages(messages, supports_developer=True)
-    for message in checked:
-        if "tool_call_id" in message:
-            message["tool_call_id"] = short_id(str(message["tool_call_id"]))
-        calls: Any = message.get("tool_calls")
-        if calls:
-            message["tool_calls"] = [{**call, "id": short_id(str(call.get("id")))} for call in calls]
-    return list(checked)
+def with_short_ids(message: CheckedMessage) -> CheckedMessage:
+    """Return a message with call ids of nine letters and digits. Equal ids stay equal."""
+    changed: CheckedMessage = {}
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = short_id(str(message["tool_call_id"]))
+    calls: Any = message.get("tool_calls")
+    if calls:
+        changed["tool_calls"] = [{**call, "id": short_id(str(call.get("id")))} for call in calls]
+    return {**message, **changed}
 
 
 def short_id(call_id: str) -> str:

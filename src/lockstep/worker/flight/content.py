@@ -161,9 +161,7 @@ def write_text(manifest: FolderManifest, text: TokenizerPayload) -> str:
     path = text_path(manifest.folder, name)
     manifest.put(Listed(path.name, State.OPEN))
     if not path.exists() or path.read_bytes() != packed:
-        part = path.with_suffix(f".{secrets.token_hex(4)}.part")  # several servers may record there
-        part.write_bytes(packed)
-        part.replace(path)
+        manifest.system.write_file(path, packed)
     manifest.put(Listed(path.name, State.CLOSED, len(packed), digest_of(packed)))
     return name
 

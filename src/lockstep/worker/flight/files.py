@@ -16,12 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from hashlib import blake2b
+from io import FileIO
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import zstandard
 
+from lockstep.system import SYSTEM, System
 from lockstep.worker.flight.entries import SUFFIX
 from lockstep.worker.flight.folder import DIGEST_BYTES, FolderManifest, Listed, State, lock
 from lockstep.worker.flight.options import TraceOptions
@@ -80,13 +82,15 @@ class _Item(NamedTuple):
 class TraceFiles:
     """Writes chunks of entries. `begin`, `put` and `close` are for one thread, the rest for any."""
 
-    def __init__(self, options: TraceOptions, suffix: str = SUFFIX) -> None:
+    def __init__(self, options: TraceOptions, suffix: str = SUFFIX, system: System = SYSTEM) -> None:
         self._folder = Path(options.directory)
-        self.manifest = FolderManifest(self._folder)
+        self._system, self._now_s = system, system.now_s
+        self.manifest = FolderManifest(self._folder, system)
         self._suffix = suffix
         self._max_bytes = options.max_bytes
         self._max_file_bytes = options.max_bytes // NUM_FILES
-        self.run = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}-{self.manifest.id[:4]}"
+        started = time.gmtime(system.unix_time_s())
+        self.run = f"{time.strftime('%Y%m%d-%H%M%S', started)}-{os.getpid()}-{self.manifest.id[:4]}"
         """Name of this recording's files, which no other machine gives; later ones sort behind."""
         self.num_files = 0
         """That were begun: who has the files has each number up to the last, but for the oldest that were deleted."""
@@ -105,7 +109,7 @@ class TraceFiles:
         self._fault = ""
         self._warn_s = 0.0
         """When it may be logged again."""
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._frame: zstandard.ZstdCompressionObj | None = None
         self._frame_bytes = 0
         self._file_bytes = 0
@@ -117,8 +121,7 @@ class TraceFiles:
         """Time at which the open file was listed."""
         self._list_s: float | None = None
         """Time at which the open file is listed again; None: it is listed as it is."""
-        self._thread = threading.Thread(target=self._run, name="lockstep-trace", daemon=True)
-        self._thread.start()
+        self._thread = system.start_thread(self._run, "lockstep-trace")
 
     # -- who records --------------------------------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class TraceFiles:
         state = self._state
         if state is _State.OPEN:
             return False
-        return state is not _State.BROKEN or (not self._num_queued and time.monotonic() >= self._retry_s)
+        return state is not _State.BROKEN or (not self._num_queued and self._now_s() >= self._retry_s)
 
     def begin(self, chunk: bytes, needs: tuple[str, ...] = ()) -> None:
         """Begin a new file with its first chunk.
@@ -179,7 +182,7 @@ class TraceFiles:
     def _run(self) -> None:
         item = _Item(0, b"")
         while item.number >= 0:
-            wait_s = None if self._list_s is None else max(0.0, self._list_s - time.monotonic())
+            wait_s = None if self._list_s is None else max(0.0, self._list_s - self._now_s())
             try:
                 item = self._chunks.get(timeout=wait_s)
             except Empty:
@@ -203,7 +206,7 @@ class TraceFiles:
         self._needs.update(dict.fromkeys(item.needs))
         if item.chunk:
             self._write(item.chunk)
-        if self._list_s is not None and time.monotonic() >= self._list_s:
+        if self._list_s is not None and self._now_s() >= self._list_s:
             self._list(State.OPEN)
 
     def _is_lost(self, number: int) -> bool:
@@ -219,7 +222,7 @@ class TraceFiles:
         max_bytes, has_texts = self._max_bytes - self._max_file_bytes, self._suffix == SUFFIX
         make_room(self.manifest, self._suffix, max_bytes, has_texts=has_texts, needs=item.needs)
         self.manifest.put(Listed(path.name, State.OPEN))
-        self._file = path.open("xb", buffering=0)
+        self._file = self._system.open(path, "xb")
         lock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever makes room sees that it is being written
         self._file_bytes, self._number = 0, item.number
         self._digest, self._needs, self._list_s = blake2b(digest_size=DIGEST_BYTES), {}, 0.0
@@ -232,8 +235,8 @@ class TraceFiles:
         assert self._file is not None, "the file that is listed is open"
         digest = self._digest.hexdigest() if self._file_bytes else ""
         self._list_s = None
-        self.manifest.put(Listed(Path(self._file.name).name, state, self._file_bytes, digest, tuple(self._needs)))
-        self._listed_s = time.monotonic()
+        self.manifest.put(Listed(self._path(self._number).name, state, self._file_bytes, digest, tuple(self._needs)))
+        self._listed_s = self._now_s()
 
     def _write(self, chunk: bytes) -> None:
         """Write a chunk so that it can be read from now on, whatever happens to this process."""
@@ -280,20 +283,20 @@ class TraceFiles:
         file, self._file, self._frame, self._list_s = self._file, None, None, None
         file.close()
         if not self._file_bytes:
-            Path(file.name).unlink(missing_ok=True)
+            self._path(self._number).unlink(missing_ok=True)
 
     def _break(self, why: str, number: int) -> None:
         """Nothing is written until it is tried again; if a file was to be begun, the next one gets its number."""
         with self._lock:
             self._move_to(_State.BROKEN)
-            self._retry_s = time.monotonic() + RETRY_S
+            self._retry_s = self._now_s() + RETRY_S
             self._num_gaps += 1
             self.gap = why
             if number > 0:
                 self.num_files = number - 1
         self._fault = why
-        if time.monotonic() >= self._warn_s:
-            self._warn_s = time.monotonic() + WARN_INTERVAL_S
+        if self._now_s() >= self._warn_s:
+            self._warn_s = self._now_s() + WARN_INTERVAL_S
             log.warning("the recording in %s has a gap: %s; requests are served all the same", self._folder, why)
 
 

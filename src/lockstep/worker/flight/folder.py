@@ -24,18 +24,19 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
+from io import FileIO
 from pathlib import Path
 
 import msgspec
 
 from lockstep.errors import TraceError
+from lockstep.system import SYSTEM, System, write_all
 from lockstep.version import __version__
 
 MANIFEST_SCHEMA_VERSION = 1
@@ -155,8 +156,9 @@ def read_manifest(path: Path) -> Manifest:
 class FolderManifest:
     """Appends lines to this machine's manifest of a folder. For any thread and process; each call is one append."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, system: System = SYSTEM) -> None:
         self.folder = folder
+        self.system = system
         self.id = _id_of(folder)
         self.path = folder / f"{self.id}{MANIFEST_SUFFIX}"
         self._max_bytes = MAX_BYTES
@@ -171,15 +173,16 @@ class FolderManifest:
             OSError: it cannot be written.
         """
         path = path or self.path
-        with _locked(path) as descriptor:
+        with _locked(path, self.system) as file:
+            descriptor = file.fileno()
             chain = _chain_at_end(descriptor)
             contents = list(map(msgspec.json.encode, lines))
             if not os.fstat(descriptor).st_size:
                 contents.insert(0, msgspec.json.encode(ManifestHeader(MANIFEST_SCHEMA_VERSION, __version__)))
-            _write(descriptor, _as_lines(contents, chain))
+            write_all(file, _as_lines(contents, chain))
             if os.fstat(descriptor).st_size > self._max_bytes:
                 with suppress(OSError, TraceError):  # a longer manifest is as good
-                    _write_again(path)
+                    self.system.write_file(path, _without_removed(path))
                 self._max_bytes = max(MAX_BYTES, 2 * path.stat().st_size)
 
 
@@ -195,19 +198,16 @@ def lock(descriptor: int, operation: int) -> bool:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def _locked(path: Path, system: System) -> Iterator[FileIO]:
     """The file, created where there is none, which no other process writes meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(_MAX_REOPENED):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            lock(descriptor, fcntl.LOCK_EX)
+        with system.open(path, "a+b", 0o644) as file:
+            lock(file.fileno(), fcntl.LOCK_EX)
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    yield descriptor
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    yield file
                     return
-        finally:
-            os.close(descriptor)
     raise OSError(0, "the folder's manifest is written again by others all the time")
 
 
@@ -226,18 +226,13 @@ def _chain_at_end(descriptor: int) -> bytes:
         return b""  # the line was changed; readers refuse it
 
 
-def _write_again(path: Path) -> None:
-    """Replace a manifest by one without what no longer counts."""
+def _without_removed(path: Path) -> bytes:
+    """Content of a manifest without what no longer counts."""
     manifest = read_manifest(path)
     live = manifest.live
     num_left_out = manifest.header.num_left_out + manifest.num_lines - len(live)
     header = ManifestHeader(MANIFEST_SCHEMA_VERSION, __version__, num_left_out, manifest.chain.hex())
-    part = path.with_suffix(f".{secrets.token_hex(4)}.part")
-    try:
-        part.write_bytes(_as_lines(list(map(msgspec.json.encode, (header, *live))), b""))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    return _as_lines(list(map(msgspec.json.encode, (header, *live))), b"")
 
 
 def _as_lines(contents: Sequence[bytes], chain: bytes) -> bytes:
@@ -246,12 +241,6 @@ def _as_lines(contents: Sequence[bytes], chain: bytes) -> bytes:
         chain = chained(chain, content)
         lines += b"%s %s\n" % (chain.hex().encode(), content)
     return bytes(lines)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
 
 
 def chained(chain: bytes, content: bytes | memoryview) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -25,6 +24,7 @@ from lockstep.core.step import StepResult
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
 from lockstep.errors import UsageError
+from lockstep.system import SYSTEM, System
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.content import Digests, Numbers, encode_request, text_path, tokens_of, write_text
 from lockstep.worker.flight.entries import (
@@ -79,12 +79,13 @@ class Recorder:
         turns: the device's.
     """
 
-    def __init__(self, options: TraceOptions, turns: DeviceScheduler) -> None:
+    def __init__(self, options: TraceOptions, turns: DeviceScheduler, system: System = SYSTEM) -> None:
         self.has_content = options.has_content
         self._directory = options.directory
         self.digests = Digests(_secret_of(options))
-        self._writer = RecordingWriter(options, SUFFIX, self.digests.key_name)
+        self._writer = RecordingWriter(options, SUFFIX, self.digests.key_name, system)
         self._files, self.chunk = self._writer.files, self._writer.chunk
+        self._now_s = system.now_s
         self.is_on = False
         """Whether there is a file to write to."""
         self.contents: Numbers[bytes] = Numbers()
@@ -138,7 +139,7 @@ class Recorder:
             return
         if self._files.is_steady:
             num_bytes = self.chunk.num_bytes
-            if num_bytes and (num_bytes >= MAX_CHUNK_BYTES or time.monotonic() >= self._flush_s):
+            if num_bytes and (num_bytes >= MAX_CHUNK_BYTES or self._now_s() >= self._flush_s):
                 if len(self.contents) > MAX_CONTENTS:
                     self._begin_file()
                 else:
@@ -244,7 +245,7 @@ class Recorder:
         with self._lock:
             self._needs = {name: None for engine in self._engines.values() for name in engine.needs}
         self._writer.begin(self._put_state, tuple(self._needs))
-        self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
+        self._flush_s = self._now_s() + FLUSH_INTERVAL_S
 
     def _put_state(self) -> None:
         self.contents.forget_others()
@@ -262,7 +263,7 @@ class Recorder:
 
     def _flush(self) -> None:
         self._writer.flush(tuple(self._needs))
-        self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
+        self._flush_s = self._now_s() + FLUSH_INTERVAL_S
 
     def _stop(self) -> None:
         """Nothing can be written: forget what was recorded, until a file can be begun again."""

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from lockstep.executors.machine import machine_name
+from lockstep.system import SYSTEM, System
 from lockstep.version import __version__
 from lockstep.worker.flight.chunks import ChunkWriter
 from lockstep.worker.flight.entries import SCHEMA_VERSION, Closed, End, Header
@@ -37,8 +38,8 @@ class RecordingWriter:
         key_name: of the key of its digests; empty: it has none.
     """
 
-    def __init__(self, options: TraceOptions, suffix: str, key_name: str = "") -> None:
-        self.files = TraceFiles(options, suffix)
+    def __init__(self, options: TraceOptions, suffix: str, key_name: str = "", system: System = SYSTEM) -> None:
+        self.files = TraceFiles(options, suffix, system)
         self.chunk = ChunkWriter()
         """Entries that were not handed over yet."""
         self._has_content = options.has_content
