@@ -33,6 +33,7 @@ from lockstep.artifacts.layout import (
 )
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, RopeScaling, Tensor
+from lockstep.artifacts.tensors import bytes_by_encoding
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
 _GLOBAL_NAMES = {
@@ -92,6 +93,7 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
         config=config,
         weights=MappedWeights(path, tensors, _interleaved(config, tensors)),
         load_tokenizer=functools.partial(read_vocabulary, file.metadata, config.vocab_size),
+        bytes_by_encoding=bytes_by_encoding(tensors.values()),
         sampling_defaults=from_gguf(file.metadata.values, path),
     )
 

@@ -158,5 +158,7 @@ class Artifact:
     weights: Weights
     load_tokenizer: Callable[[], TokenizerParts]
     """Reads the tokenizer. Raises MissingTokenizerError if there is none."""
+    bytes_by_encoding: Mapping[Encoding, int] = field(default_factory=dict)
+    """Stored bytes of the tensors of a GGUF file, by encoding."""
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     """Defaults from generation_config.json: any of temperature, top_k, top_p, min_p, repetition_penalty."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -63,6 +64,14 @@ def num_stored_bytes(encoding: Encoding, shape: tuple[int, ...]) -> int:
     """Size of a stored tensor in bytes."""
     dtype, stored = stored_as(encoding, shape)
     return dtype.itemsize * math.prod(stored)
+
+
+def bytes_by_encoding(tensors: Iterable[Tensor]) -> dict[Encoding, int]:
+    """Return the stored bytes of tensors, by encoding."""
+    found: Counter[Encoding] = Counter()
+    for tensor in tensors:
+        found[tensor.encoding] += tensor.data.nbytes
+    return dict(found)
 
 
 class MappedTensors:
