@@ -22,10 +22,16 @@ BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "Q3_K": (256, 110),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
 }
 """Values and bytes of one block."""
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-_SPREADS = {"Q8_0": 73.9, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q4_K": 4.6, "Q5_K": 9.2, "Q6_K": 18.5}
+_SPREADS = {
+    "Q8_0": 73.9, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q4_K": 4.6, "Q5_K": 9.2, "Q6_K": 18.5,
+    "Q3_K": 2.3, "IQ4_NL": 71.0, "IQ4_XS": 71.0,
+}  # fmt: skip
 """Standard deviation of the integers."""
 
 
@@ -36,7 +42,7 @@ def random_blocks(rng: np.random.Generator, size: tuple[int, ...], encoding: str
     count = (size[0], size[1] // num_values)
     blocks = np.empty((*count, num_bytes), np.uint8)
     scales = rng.uniform(0.5, 1.5, count) * (deviation / _SPREADS[encoding])
-    if encoding in ("Q8_0", "Q4_0", "Q5_0"):
+    if encoding in ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL"):
         blocks[..., :2] = _half(scales)
         start = 2
     elif encoding in ("Q4_1", "Q5_1"):
@@ -45,6 +51,13 @@ def random_blocks(rng: np.random.Generator, size: tuple[int, ...], encoding: str
         start = 4
     elif encoding in ("Q4_K", "Q5_K"):
         start = _write_k_scales(blocks, scales, rng, _middle(encoding))
+    elif encoding == "Q3_K":
+        blocks[..., 108:] = _half(scales / 18.5)
+        blocks[..., :108] = _bits(rng, count, 108)
+        return blocks.reshape(size[0], -1)
+    elif encoding == "IQ4_XS":
+        blocks[..., :2] = _half(scales / 18.5)
+        start = 2
     else:
         blocks[..., 208:] = _half(scales / 85)
         signs = rng.choice(np.array([-1, 1], np.int8), (*count, 16))
@@ -53,6 +66,11 @@ def random_blocks(rng: np.random.Generator, size: tuple[int, ...], encoding: str
         return blocks.reshape(size[0], -1)
     blocks[..., start:] = _bits(rng, count, num_bytes - start)
     return blocks.reshape(size[0], -1)
+
+
+def has_long_blocks(encoding: str) -> bool:
+    """True if rows of the encoding, or of a mix like ``Q4_K_M``, are whole blocks of 256 values."""
+    return "_K" in encoding or BLOCKS.get(encoding, (1, 0))[0] == 256
 
 
 def encoding_in_mix(recipe: str, name: str, size: tuple[int, ...], num_layers: int, tied: bool) -> str:

@@ -16,13 +16,16 @@ _CLASSES = {
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
+_MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
 _WRITTEN_AS = {"mistral": "llama", "olmo3": "olmo2"}
 """Architectures whose GGUF files have another architecture's name."""
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
+INTERLEAVED = ("llama", "mistral", "mistral3", "granite", "smollm3")
 """Architectures whose q and k rows converters permute for a rope on neighbouring pairs."""
 
 
@@ -31,7 +34,7 @@ def huggingface_config(shape: Shape, encoding: str = "F32") -> dict[str, Any]:
     sizes = asdict(shape)
     config = {
         "architectures": [_CLASSES[shape.architecture]],
-        "model_type": "gemma3_text" if shape.architecture == "gemma3" else shape.architecture,
+        "model_type": _MODEL_TYPES.get(shape.architecture, shape.architecture),
         "hidden_act": "silu",
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
@@ -74,12 +77,20 @@ def _particulars(shape: Shape) -> dict[str, Any]:
         case "olmo3":
             layers = {"full_attention": rope, "sliding_attention": rope | {"rope_theta": shape.local_rope_theta}}
             return {"layer_types": kinds, "sliding_window": max(shape.windows), "rope_parameters": layers}
-        case "granite":
-            return {
+        case "granite" | "granitemoehybrid":
+            multipliers = {
                 "embedding_multiplier": shape.embedding_scale,
                 "attention_multiplier": shape.attention_scale,
                 "residual_multiplier": shape.residual_scale,
                 "logits_scaling": shape.logits_divisor,
+            }
+            if shape.architecture == "granite":
+                return multipliers
+            return multipliers | {
+                "shared_intermediate_size": shape.intermediate_size,
+                "num_local_experts": 0,
+                "layer_types": ["full_attention"] * shape.num_layers,
+                "position_embedding_type": None if shape.unrotated_layers else "rope",
             }
         case "smollm3":
             rotated = [int(layer not in shape.unrotated_layers) for layer in range(shape.num_layers)]

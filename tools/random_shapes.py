@@ -68,6 +68,16 @@ SHAPES: Mapping[str, Shape] = {
         logits_divisor=0.25,
         tied_embeddings=True,
     ),
+    "tiny-granitemoehybrid": replace(
+        _SMALL,
+        architecture="granitemoehybrid",
+        attention_scale=0.1,
+        embedding_scale=6.0,
+        residual_scale=0.5,
+        logits_divisor=0.25,
+        tied_embeddings=True,
+    ),
+    "tiny-mistral3": replace(_SMALL, architecture="mistral3", rope_theta=1e6, tied_embeddings=True),
     "tiny-olmo2": replace(_SMALL, architecture="olmo2", rope_theta=5e5),
     "tiny-olmo3": replace(
         _SMALL,
@@ -104,11 +114,12 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             f"self_attn.{name}_proj": (rows, hidden) for name, rows in zip("qkv", (queries, keys, keys), strict=True)
         }
     layer |= {"self_attn.o_proj": (hidden, queries), "post_attention_layernorm": (hidden,)}
-    if shape.architecture in FUSED:
-        layer |= {"mlp.gate_up_proj": (2 * inner, hidden)}
+    if shape.architecture == "granitemoehybrid":
+        layer |= {"shared_mlp.input_linear": (2 * inner, hidden), "shared_mlp.output_linear": (hidden, inner)}
+    elif shape.architecture in FUSED:
+        layer |= {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
     else:
-        layer |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
-    layer |= {"mlp.down_proj": (hidden, inner)}
+        layer |= {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")} | {"mlp.down_proj": (hidden, inner)}
     if shape.architecture in HEAD_NORMS:
         layer |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
     if shape.architecture in POST_NORM:

@@ -108,6 +108,28 @@ def test_longrope_ends_where_its_short_factors_end() -> None:
         assert config.rope_scaling.attention_factor == pytest.approx((1 + np.log(2) / np.log(1024)) ** 0.5)
 
 
+YARN_16 = {**ROPE, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 1024}
+
+
+def test_ministral_ends_where_its_queries_would_be_scaled_by_position() -> None:
+    """Its factor of cosines and sines is 1, because mscale and mscale_all_dim cancel each other."""
+    ministral = {**YARN_16, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    config = config_of("mistral3", rope_parameters=ministral, max_position_embeddings=16384)
+    assert config.max_model_len == 1024
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.attention_factor == 1.0
+    unscaled = config_of("mistral3", rope_parameters=ministral | {"llama_4_scaling_beta": 0}, head_dim=None)
+    assert (unscaled.max_model_len, unscaled.head_dim) == (16384, 128)
+
+
+def test_granite_hybrid_without_experts_and_states_is_a_granite() -> None:
+    granite, hybrid = config_of("granite"), config_of("granitemoehybrid", layer_types=["attention"] * 2)
+    assert replace(hybrid, architecture="granite") == granite
+    assert config_of("granitemoehybrid", position_embedding_type=None).unrotated_layers == (0, 1)
+    assert config_of("granitemoehybrid", position_embedding_type="nope").unrotated_layers == (0, 1)
+    assert config_of("granitemoehybrid", shared_intermediate_size=96).intermediate_size == 96
+
+
 SLIDING = ["sliding_attention"] * 2
 UNSUPPORTED: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "capped scores": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
@@ -123,6 +145,11 @@ UNSUPPORTED: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "sliding layers of llama": ("llama", {"layer_types": SLIDING}, "not part of a plain llama model"),
     "not switched on": ("qwen3", {"layer_types": SLIDING}, "is not enabled"),
     "another kind of layer": ("qwen3", {"layer_types": ["linear_attention"]}, "type 'linear_attention'"),
+    "experts": ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts"),
+    "experts by default": ("granitemoehybrid", {"num_local_experts": None}, "num_local_experts"),
+    "states by default": ("granitemoehybrid", {"layer_types": None}, "no layer_types"),
+    "states": ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "type 'mamba'"),
+    "yarn by default": ("mistral3", {"rope_parameters": None}, "no rope_parameters"),
     "partial rope": ("qwen2", {"partial_rotary_factor": 0.5}, "a part of each head"),
 }
 
@@ -192,6 +219,20 @@ def test_fused_projections_are_read_in_parts(encoding: str, tmp_path: Path) -> N
         assert name not in artifact.weights
 
 
+def test_a_shared_mlp_is_read_as_a_plain_one(tmp_path: Path) -> None:
+    path = write_huggingface(tmp_path / "m", "tiny-granitemoehybrid", "F32", seed=3)
+    weights = open_artifact(str(path), cache_dir=tmp_path).weights
+    prefix = "model.layers.1."
+    whole = random_tensor(f"{prefix}shared_mlp.input_linear.weight", (384, 128), "F32", seed=3)
+    for part, rows in (("gate", whole[:192]), ("up", whole[192:])):
+        np.testing.assert_array_equal(weights[f"{prefix}mlp.{part}_proj.weight"].data, rows)
+    down = random_tensor(f"{prefix}shared_mlp.output_linear.weight", (128, 192), "F32", seed=3)
+    np.testing.assert_array_equal(weights[f"{prefix}mlp.down_proj.weight"].data, down)
+    edit_json(path / "config.json", lambda config: config.update(shared_intermediate_size=96))
+    with pytest.raises(CorruptArtifactError, match=r"shared_mlp.input_linear.weight' has 384 rows; 192 are expected"):
+        open_artifact(str(path), cache_dir=tmp_path)
+
+
 def test_a_fused_projection_of_another_height_is_corrupt(tmp_path: Path) -> None:
     path = write_huggingface(tmp_path / "m", "tiny-phi3", "F32")
     edit_json(path / "config.json", lambda config: config.update(num_key_value_heads=1))
@@ -233,6 +274,10 @@ def test_scalings_of_a_gguf_are_data(tmp_path: Path) -> None:
     assert (scaling.kind, scaling.factor) == ("yarn", 4.0)
     assert scaling.parameters["original_max_position_embeddings"] == 512
     assert scaling.attention_factor == pytest.approx(1 + 0.1 * np.log(4))
+    ministral = {**yarn, "rope__scaling__yarn_log_multiplier": 1.0, "attention__temperature_scale": 0.1}
+    config = open_gguf(tmp_path, "mistral3", **ministral)
+    assert config.rope_scaling is not None
+    assert (config.max_model_len, config.rope_scaling.attention_factor) == (512, 1.0)
     local = open_gguf(tmp_path, "gemma3", rope__freq_base_swa=5e3, attention__sliding_window_pattern=2)
     assert local.local_rope_theta == 5e3
     assert local.windows == (16, 0, 16, 0, 16, 0)
@@ -269,7 +314,7 @@ def test_invalid_or_unsupported_gguf_metadata_is_rejected(case: str, tmp_path: P
         open_gguf(tmp_path, name, **keys)
 
 
-@pytest.mark.parametrize("name", ["mistral", "olmo3"])
+@pytest.mark.parametrize("name", ["mistral", "olmo3", "granitemoehybrid"])
 def test_names_that_no_converter_writes_are_not_known(name: str, tmp_path: Path) -> None:
     values = {**LLAMA, "general.architecture": text(name)}
     with pytest.raises(UnsupportedArtifactError, match=f"architecture '{name}'; supported: llama"):
@@ -286,6 +331,9 @@ SPELLINGS = (
     "original_max_position_embeddings",
     "no_rope_layer_interval",
     "layer_types",
+    "position_embedding_type",
+    "num_local_experts",
+    "llama_4_scaling_beta",
     "attention_bias",
 )
 ROPE_KEYS = ("rope_theta", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.artifacts.gguf_tokenizer import SPLITTERS, read_vocabulary
+from lockstep.artifacts.gguf_bpe import SPLITTERS
+from lockstep.artifacts.gguf_tokenizer import read_vocabulary
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
@@ -102,10 +103,36 @@ def test_weights_without_a_vocabulary_miss_their_tokenizer() -> None:
         read_vocabulary(Metadata(PATH, {}), 10)
 
 
-@pytest.mark.parametrize(("key", "value"), [("model", "t5"), ("pre", "viking")])
+@pytest.mark.parametrize(("key", "value"), [("model", "rwkv"), ("pre", "viking")])
 def test_an_unknown_kind_is_refused_by_name(key: str, value: str) -> None:
     with pytest.raises(UnsupportedArtifactError, match=f"'{value}'.* supported"):
         read_vocabulary(metadata(BPE, **{key: value}), 7)
+
+
+GEMMA4: dict[str, object] = {
+    "tokenizer.ggml.model": "gemma4",
+    "tokenizer.ggml.tokens": [
+        "<unk>", "<bos>", "<eos>", "<turn|>", "<|tool_response>", "</s>",
+        "\u2581", "a", "b", "\u2581a", "a\u2581", "\n", "\n\n", "<0xC3>", "<0xA9>",
+    ],
+    "tokenizer.ggml.token_type": np.array([3, 3, 3, 3, 4, 1, 1, 1, 1, 1, 1, 1, 1, 6, 6]),
+    "tokenizer.ggml.merges": ["\n \n", "a \u2581", "\u2581 a"],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}  # fmt: skip
+
+
+def test_merges_of_gemma_4_cross_words() -> None:
+    parts = read_vocabulary(metadata(GEMMA4), 15)
+    assert parts.tokenizer.encode("a a b").ids == [1, 10, 10, 8]
+    assert parts.tokenizer.encode("\n\n\u00e9").ids == [1, 12, 13, 14]
+    assert parts.tokenizer.decode([1, 9, 12, 13, 14]) == " a\n\n\u00e9"
+
+
+def test_gemma_4_begins_every_text_with_bos_and_has_an_ordinary_closing_tag() -> None:
+    parts = read_vocabulary(metadata(GEMMA4, add_bos_token=False), 15)
+    assert parts.tokenizer.encode("b").ids == [1, 8]
+    assert parts.end_token_ids == (2, 3, 4)
 
 
 def test_a_missing_family_is_the_default_one() -> None:

@@ -16,6 +16,10 @@ from lockstep.artifacts.metadata import Metadata
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "tokenisations.json.gz"
 FILE: dict[str, Any] = json.loads(gzip.decompress(GOLDEN.read_bytes()))
 
+LIKE_TOKENIZERS = {"raw deepseek-coder": ("\u3000\u200b\U0001f44d\U0001f3fd\\we'LL'S\t",)}
+"""Texts that are cut as by the model's original tokenizer instead: its range of CJK characters includes spaces of other
+scripts, which llama.cpp leaves out."""
+
 
 def golden_metadata(case: str) -> Metadata:
     content = FILE["bases"][FILE["cases"][case]["base"]] | FILE["cases"][case]["changes"]
@@ -34,7 +38,7 @@ def test_ids_are_those_of_llama_cpp(case: str, parse_special: bool) -> None:
     wrong = []
     for text, ids in zip(FILE["strings"], expected, strict=True):
         found = tokenizer.encode(text).ids
-        if found != ids:
+        if found != ids and text not in LIKE_TOKENIZERS.get(case, ()):
             wrong.append((text, [tokenizer.id_to_token(i) for i in found], [tokenizer.id_to_token(i) for i in ids]))
     assert not wrong, f"{len(wrong)} of {len(expected)} differ, e.g. {wrong[:3]}"
 

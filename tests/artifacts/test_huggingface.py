@@ -29,7 +29,7 @@ def llama(tmp_path: Path) -> Path:
     return write_huggingface(tmp_path / "llama", "tiny-llama", "F16")
 
 
-UNFUSED = ["llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "olmo3", "smollm3"]
+UNFUSED = ["llama", "mistral", "mistral3", "qwen2", "qwen3", "granite", "olmo2", "olmo3", "smollm3"]
 
 
 @pytest.mark.parametrize("name", [f"tiny-{name}" for name in UNFUSED])

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import CorruptArtifactError, MissingTokenizerError
 from tests.artifacts.support import edit_json
+from tools.golden.encoder_vocabularies import precompiled_charsmap
 from tools.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS, write_huggingface
 
 
@@ -86,6 +87,37 @@ def test_truncation_and_padding_of_the_file_are_off(model: Path) -> None:
     tokenizer.save(str(model / "tokenizer.json"))
     assert len(load(model).tokenizer.encode("xyzxyzxyz").ids) == 9
     assert len(load(model).tokenizer.encode("x").ids) == 1
+
+
+def test_a_tokenizer_of_an_encoder_has_no_end_and_no_template(model: Path) -> None:
+    """WordPiece with [CLS] and [SEP], as a BERT has it."""
+    vocabulary = {token: index for index, token in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##able"))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.add_special_tokens(list(vocabulary)[:4])
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "generation_config.json").unlink()
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    (model / "tokenizer_config.json").write_text(json.dumps(names))
+    edit_json(model / "config.json", lambda config: config.update(eos_token_id=None, pad_token_id=0))
+    parts = load(model)
+    assert (parts.bos_token, parts.eos_token, parts.chat_template, parts.end_token_ids) == (None, None, None, ())
+    assert parts.tokenizer.encode("Unable").ids == [2, 4, 5, 3]
+
+
+def test_a_damaged_character_map_is_corrupt(model: Path) -> None:
+    """A text would lead out of it, which ends the process of the library."""
+    charsmap = precompiled_charsmap({"\u00e9": "e", "x": "y"})
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Precompiled(charsmap)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    assert load(model).tokenizer.normalizer.normalize_str("\u00e9x") == "ey"
+    outside = charsmap[:4] + (1 << 29).to_bytes(4, "little") + charsmap[8:]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Precompiled(outside)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    with pytest.raises(CorruptArtifactError, match=r"tokenizer.json: has a precompiled .* places outside of it"):
+        load(model)
 
 
 def test_the_template_file_goes_before_the_configuration(model: Path) -> None:

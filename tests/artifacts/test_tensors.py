@@ -55,12 +55,12 @@ def test_unpacked_values_are_in_element_order() -> None:
 @pytest.mark.parametrize("encoding", BLOCKS)
 def test_unpacked_groups_have_the_documented_shapes_and_ranges(encoding: Encoding) -> None:
     groups = unpack(Tensor("t", encoding, (6, 512), random_tensor("t", (6, 512), encoding.value, seed=0)))
-    size = 16 if encoding is Encoding.Q6_K else 32
+    size = 16 if encoding in (Encoding.Q3_K, Encoding.Q6_K) else 32
     assert groups.values.shape == (6, 512 // size, size)
     assert groups.scales.shape == (6, 512 // size)
     assert (groups.offsets is not None) == (encoding.value in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
-    bits = int(encoding.value[1])
-    low, high = (-128, 127) if bits == 8 else (0, 2**bits - 1)
+    ranges = {Encoding.Q8_0: (-128, 127), Encoding.IQ4_NL: (-127, 113), Encoding.IQ4_XS: (-127, 113)}
+    low, high = ranges.get(encoding) or (0, 2 ** int(encoding.value[1]) - 1)
     assert (int(groups.values.min()), int(groups.values.max())) == (low, high)
 
 
@@ -72,7 +72,7 @@ def test_bfloat16_of_any_shape_widens() -> None:
 def test_a_damaged_scale_shows_as_numbers_that_are_not_finite() -> None:
     for encoding, (num_values, _) in BLOCKS.items():
         data = random_tensor("t", (1, num_values), encoding.value, seed=0)
-        place = 208 if encoding is Encoding.Q6_K else 0
+        place = {Encoding.Q6_K: 208, Encoding.Q3_K: 108}.get(encoding, 0)
         data[0, place : place + 2] = np.array([0x00, 0x7C], np.uint8)
         values = dequantise(Tensor("t", encoding, (1, num_values), data))
         assert not np.isfinite(values).all()

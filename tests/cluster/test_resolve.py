@@ -7,15 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.artifacts.model import Encoding
+from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.resolve import DEFAULT_KV_BYTES, STUB_BLOCKS, OpenedManifest, local_part, open_manifest
+from lockstep.cluster.resolve import (
+    DEFAULT_KV_BYTES,
+    STUB_BLOCKS,
+    OpenedManifest,
+    OpenedSource,
+    local_part,
+    open_manifest,
+)
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.pocket import pocket_path
 from tests.artifacts.hub.stand_in import hub_environment
 from tests.cluster.clusters import clustered, say
+from tools.random_models import write_gguf
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COUNTS = {
@@ -79,6 +89,15 @@ def test_pools_share_the_budget_for_kv() -> None:
         "the other half is for sessions"
     )
     assert opened(text).specs["b"].options.engine.num_blocks == STUB_BLOCKS
+
+
+def test_weights_that_grow_when_they_are_packed_are_predicted_so(tmp_path: Path) -> None:
+    """Three bits of a Q3_K are four when it is loaded."""
+    path = write_gguf(tmp_path / "small.gguf", "small-llama", "Q3_K")
+    artifact = open_artifact(str(path), cache_dir=tmp_path)
+    growth = artifact.bytes_by_encoding[Encoding.Q3_K] * 36 / 110
+    opened_source = OpenedSource.open(str(path), LoadOptions(cache_dir=tmp_path))
+    assert opened_source.file_bytes == path.stat().st_size + round(growth)
 
 
 def test_a_single_replica_without_a_budget_sizes_its_kv_when_it_loads() -> None:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.artifacts.gguf_tokenizer import read_vocabulary
+from lockstep.artifacts.metadata import Metadata
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.engine.loading import load_tokenizer
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.template_budget import MAX_RENDERED_CHARS
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.grammar_compiler import GrammarCompiler
 from tests.engine.chat_templates import CHATML, FAMILIES, LLAMA3, QWEN3
 from tests.engine.text_models import SPECIALS, SPOKEN, byte_level, parts, sentencepiece
+from tools.golden.encoder_vocabularies import as_read, unigram, word_piece
 
 CONVERSATION: list[dict[str, object]] = [
     {"role": "user", "content": "  Is a < b, or </b>? \n"},
@@ -55,6 +61,25 @@ def test_tokens_of_ordinary_messages_are_those_of_the_rendered_text(family: str,
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
     text = tokenizer.render_chat(messages)
     assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("metadata", [word_piece(), unigram()], ids=["WordPiece", "Unigram"])
+def test_a_tokenizer_that_only_embeds_takes_no_grammar(metadata: dict[str, object]) -> None:
+    """Texts become tokens and text again, with neither an end token nor a table of bytes."""
+    tokenizer = load_tokenizer(read_vocabulary(Metadata(Path("m.gguf"), as_read(metadata)), 10_000), LoadOptions())
+    text = "the dog and the contract"
+    framed, bare = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
+    assert framed[1:-1] == bare == tokenizer.encode_plain([text])[0]
+    assert {framed[0], framed[-1]} <= tokenizer.special_token_ids
+    assert tokenizer.decode(framed) == tokenizer.decode(bare) == text
+    assert tokenizer.vocabulary() is None
+    assert not tokenizer.has_chat_template
+    tokenizer.check_length([text * 1000], 1)
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": text}])
+    compiler = GrammarCompiler(tokenizer.vocabulary, 10_000, tokenizer.end_token_ids)
+    with pytest.raises(InvalidParameterError, match="this model"):
+        compiler.build(Constraint.choice(["a"]))
 
 
 def test_a_partial_character_is_not_text() -> None:

@@ -28,6 +28,13 @@ class ArchitectureCase:
 
 _ROPE = {"rope_theta": 10000.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_MINISTRAL = {
+    **_YARN,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _SHORT = [1.0 + 0.25 * index for index in range(12)]
 _LONG = [2.0 + 0.5 * index for index in range(12)]
 _QWEN2, _PHI3 = SHAPES["tiny-qwen2"], replace(SHAPES["tiny-phi3"], rotary_dim=24)
@@ -68,6 +75,11 @@ HUGGINGFACE_CASES: Mapping[str, ArchitectureCase] = {
         },
     ),
     "granite": ArchitectureCase(SHAPES["tiny-granite"]),
+    "granitemoehybrid": ArchitectureCase(SHAPES["tiny-granitemoehybrid"]),
+    "granitemoehybrid-no-rope": ArchitectureCase(
+        replace(SHAPES["tiny-granitemoehybrid"], tied_embeddings=False, unrotated_layers=(0, 1))
+    ),
+    "mistral3": ArchitectureCase(SHAPES["tiny-mistral3"], {"rope_parameters": {**_ROPE, **_MINISTRAL}}),
     "olmo2": ArchitectureCase(SHAPES["tiny-olmo2"]),
     "olmo3": ArchitectureCase(
         _OLMO3,
@@ -114,6 +126,14 @@ def _longrope(writer: Any) -> None:
         writer.add_tensor(f"rope_factors_{name}.weight", np.array(factors, np.float32))
 
 
+def _ministral(writer: Any) -> None:
+    writer.add_string("mistral3.rope.scaling.type", "yarn")
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(128)
+    writer.add_rope_scaling_yarn_log_mul(1.0)
+    writer.add_attn_temperature_scale(0.1)
+
+
 _BOTH = ("F32", "Q8_0")
 GGUF_CASES: Mapping[str, GgufCase] = {
     "qwen2": GgufCase(_QWEN2),
@@ -124,6 +144,7 @@ GGUF_CASES: Mapping[str, GgufCase] = {
     "phi3": GgufCase(replace(SHAPES["tiny-phi3"], windows=()), encodings=_BOTH),
     "phi3-longrope": GgufCase(replace(_PHI3, windows=()), _longrope),
     "granite": GgufCase(SHAPES["tiny-granite"], encodings=_BOTH),
+    "mistral3": GgufCase(SHAPES["tiny-mistral3"], _ministral, encodings=_BOTH),
     "olmo2": GgufCase(SHAPES["tiny-olmo2"]),
     "olmo3": GgufCase(_OLMO3),
     "smollm3": GgufCase(SHAPES["tiny-smollm3"]),

@@ -25,6 +25,9 @@ FUNCTIONS: dict[str, tuple[str, int, int, tuple[int, ...]]] = {
     "Q4_K": ("dequantize_row_q4_K", 512, 2 * 144, (0, 2)),
     "Q5_K": ("dequantize_row_q5_K", 512, 2 * 176, (0, 2)),
     "Q6_K": ("dequantize_row_q6_K", 512, 2 * 210, (208,)),
+    "Q3_K": ("dequantize_row_q3_K", 512, 2 * 110, (108,)),
+    "IQ4_NL": ("dequantize_row_iq4_nl", 64, 2 * 18, (0,)),
+    "IQ4_XS": ("dequantize_row_iq4_xs", 512, 2 * 136, (0,)),
 }
 # Special float16 scales: zeros, the smallest and largest numbers, a subnormal, a negative one.
 SCALES = np.array([0x0000, 0x8000, 0x0001, 0x03FF, 0x7BFF, 0xB5A1], "<u2")
@@ -33,7 +36,7 @@ SCALES = np.array([0x0000, 0x8000, 0x0001, 0x03FF, 0x7BFF, 0xB5A1], "<u2")
 def stored(encoding: str, row_bytes: int, halves: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Random finite numbers, with a special scale in the first block of each row."""
     raw = rng.integers(0, 256, (ROWS, row_bytes), np.uint8)
-    if encoding.startswith("Q"):
+    if halves:
         for index, at in enumerate(halves):
             raw[:, at : at + 2] = np.roll(SCALES, index)[:, None].view(np.uint8)
             other = row_bytes // 2 + at

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from tools.random_blocks import has_long_blocks
 from tools.random_models import ENCODINGS, SHAPES, Shape, as_stored, random_tensor, tensor_shapes
 
 Floats = npt.NDArray[np.float32]
@@ -61,8 +62,8 @@ GGUF_ENCODINGS = (*ENCODINGS, "Q4_K_M")
 
 
 def gguf_shape(architecture: str, encoding: str) -> Shape:
-    """Tiny shape, or for the _K encodings the small one, whose rows are whole blocks of 256."""
-    return SHAPES[f"{'small' if '_K' in encoding else 'tiny'}-{architecture}"]
+    """The tiny shape, or for encodings with blocks of 256 the small one, whose rows are whole blocks."""
+    return SHAPES[f"{'small' if has_long_blocks(encoding) else 'tiny'}-{architecture}"]
 
 
 def token_ids(vocab_size: int) -> npt.NDArray[np.int64]:

@@ -30,9 +30,9 @@ def cases() -> dict[str, tuple[str, str, str]]:
     """Cases by name: shape, encoding, and precision of keys and values."""
     of_architectures = {f"{name} F32 f32": (name, "F32", "f32") for name in TINY}
     of_architectures |= {f"{name} Q8_0 f16": (name, "Q8_0", "f16") for name in TINY}
-    encodings = ("BF16", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+    encodings = ("BF16", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
     of_encodings = {f"tiny-llama {each} int8": ("tiny-llama", each, "int8") for each in encodings}
-    blocks = ("Q4_K", "Q5_K", "Q6_K", "Q4_K_M")
+    blocks = ("Q4_K", "Q5_K", "Q6_K", "Q4_K_M", "Q3_K", "IQ4_XS")
     of_blocks = {f"small-qwen3 {each} f16": ("small-qwen3", each, "f16") for each in blocks}
     return of_architectures | of_encodings | of_blocks
 

@@ -23,7 +23,10 @@ from tools.golden.tricky_text import CASED, TRAINING, tricky_strings
 OUT = Path(__file__).resolve().parents[2] / "tests" / "golden" / "tokenisations.json.gz"
 CONTROL, USER_DEFINED, NORMAL, UNKNOWN, UNUSED, BYTE = 3, 4, 1, 2, 5, 6
 FAMILIES = ("gpt-2", "default", "llama-bpe", "qwen2", "smollm")
-MORE_FAMILIES = ("qwen2", "smollm", "olmo", "dbrx", "smaug-bpe", "gpt-4o", "tekken")
+MORE_FAMILIES = (
+    "qwen2", "smollm", "olmo", "dbrx", "smaug-bpe", "gpt-4o", "tekken",
+    "qwen35", "mpt", "falcon", "deepseek-llm", "deepseek-coder",
+)  # fmt: skip
 
 Metadata = dict[str, object]
 

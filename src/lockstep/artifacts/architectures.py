@@ -32,6 +32,8 @@ class Architecture:
     """The only supported activation in config.json."""
     fused: bool = False
     """True if q, k and v are rows of one matrix, and gate and up rows of another."""
+    has_shared_mlp: bool = False
+    """True if the feed-forward is named ``shared_mlp``, and gate and up are rows of its ``input_linear``."""
     partial_rope: bool = False
     """True if rope can be limited to the leading part of each head."""
     windows: str = "none"
@@ -74,6 +76,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
         Architecture("phi3", "Phi3ForCausalLM", fused=True, partial_rope=True, windows="all", rms_norm_eps=1e-5),
         Architecture("granite", "GraniteForCausalLM", interleaved=True),
+        Architecture("granitemoehybrid", "GraniteMoeHybridForCausalLM", in_gguf=False, has_shared_mlp=True),
+        Architecture(
+            "mistral3",
+            "Ministral3ForCausalLM",
+            model_type="ministral3",
+            interleaved=True,
+            windows="all",
+            rms_norm_eps=1e-5,
+            head_dim=128,
+            rope_theta=1e6,
+        ),
         Architecture("olmo2", "Olmo2ForCausalLM", traits=_POST_NORM, rms_norm_eps=1e-5),
         Architecture(
             "olmo3",

@@ -40,6 +40,8 @@ END_TEXTS = (
     "<|eot_id|>",
     "<|eom_id|>",
     "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
     "<end_of_utterance>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<eos>",

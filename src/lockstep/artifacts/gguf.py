@@ -34,6 +34,7 @@ from lockstep.artifacts.layout import (
 )
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, RopeScaling, Tensor
+from lockstep.artifacts.tensors import bytes_by_encoding
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
 _GLOBAL_NAMES = {
@@ -94,6 +95,7 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
         config=config,
         weights=MappedWeights(path, tensors, _interleaved(config, tensors)),
         load_tokenizer=functools.partial(read_vocabulary, file.metadata, config.vocab_size),
+        bytes_by_encoding=bytes_by_encoding(tensors.values()),
         sampling_defaults=from_gguf(file.metadata.values, path),
         task="generate" if embedding is None else "embed",
         embedding=embedding,
@@ -279,7 +281,11 @@ def _rope_scaling(file: GgufFile, architecture: Architecture, rotary_dim: int) -
     factor = metadata.real(f"{prefix}.rope.scaling.factor", old_factor)
     if kind == "linear":
         return RopeScaling("linear", factor), context
-    return _yarn(metadata, f"{prefix}.rope.scaling.", factor, context), context
+    scaling = _yarn(metadata, f"{prefix}.rope.scaling.", factor, context)
+    if metadata.real(f"{prefix}.attention.temperature_scale", 0.0):
+        # Queries are scaled by their positions, beginning with the first one beyond the trained context.
+        return scaling, min(context, int(scaling.parameters["original_max_position_embeddings"]))
+    return scaling, context
 
 
 def _yarn(metadata: Metadata, prefix: str, factor: float, context: int) -> RopeScaling:
@@ -290,6 +296,7 @@ def _yarn(metadata: Metadata, prefix: str, factor: float, context: int) -> RopeS
         "truncate": 1.0,
     }
     attention = metadata.real(f"{prefix}attn_factor", 1.0) * yarn_attention(factor)
+    attention /= yarn_attention(factor, metadata.real(f"{prefix}yarn_log_multiplier", 0.0))
     return RopeScaling("yarn", factor, parameters, attention_factor=attention)
 
 

@@ -61,12 +61,15 @@ _ENCODINGS: Mapping[int, Encoding] = {
     12: Encoding.Q4_K,
     13: Encoding.Q5_K,
     14: Encoding.Q6_K,
+    11: Encoding.Q3_K,
+    20: Encoding.IQ4_NL,
+    23: Encoding.IQ4_XS,
 }
 
 # Other ggml types, which errors name.
 _OTHER_TYPES: Mapping[int, str] = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    9: "Q8_1", 10: "Q2_K", 15: "Q8_K",
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.artifacts.charsmap import charsmap_fault, charsmaps_of
 from lockstep.artifacts.embedding import EmbeddingConfig, files_of, read_sentence_transformers
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
@@ -150,6 +151,10 @@ def _load(directory: Path, vocab_size: int) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(read_bytes(path))
     except Exception as error:  # the library raises nothing more specific
         raise CorruptArtifactError(f"is not a tokenizer ({error})", path=path) from error
+    for charsmap in charsmaps_of(tokenizer):
+        fault = charsmap_fault(charsmap)
+        if fault is not None:
+            raise CorruptArtifactError(f"has a precompiled character map that {fault}", path=path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)

@@ -19,7 +19,7 @@ from lockstep.artifacts.layout import check_num_layers
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import ModelConfig, RopeScaling
 
-_LAYER_KINDS = {"full_attention": False, "sliding_attention": True}
+_LAYER_KINDS = {"full_attention": False, "attention": False, "sliding_attention": True}
 KNOWN_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -50,7 +50,9 @@ def read_config(declared: Metadata) -> ModelConfig:
         architecture=architecture.name,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=declared.integer("intermediate_size"),
+        intermediate_size=declared.integer(
+            "shared_intermediate_size" if architecture.has_shared_mlp else "intermediate_size"
+        ),
         num_heads=num_heads,
         num_kv_heads=declared.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
@@ -139,6 +141,12 @@ def _refuse_variants(declared: Metadata, architecture: Architecture) -> None:
         problem = f"weights quantised by {method!r}; float safetensors, or a GGUF file, are supported"
     elif declared.flag("use_bidirectional_attention", False):
         problem = "use_bidirectional_attention; causal attention is supported"
+    elif architecture.has_shared_mlp and declared.integer("num_local_experts", 8) != 0:
+        problem = "experts (num_local_experts); models without experts are supported"
+    elif architecture.has_shared_mlp and "layer_types" not in declared.values:
+        problem = "layers without attention (no layer_types); attention in every layer is supported"
+    elif architecture.name == "mistral3" and "rope_parameters" not in declared.values:
+        problem = "no rope_parameters; their defaults have changed between versions of transformers"
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in declared.values:
             problem = f"{key}; scores and logits without a cap are supported"
@@ -153,7 +161,7 @@ def _scales(declared: Metadata, architecture: Architecture, hidden_size: int) ->
         if scalar <= 0:
             raise declared.corrupt(f"query_pre_attn_scalar is {scalar}; a positive number is expected")
         return {"embedding_scale": max(hidden_size, 0) ** 0.5, "attention_scale": scalar**-0.5}
-    if architecture.name == "granite":
+    if architecture.name in ("granite", "granitemoehybrid"):
         return {
             "embedding_scale": declared.real("embedding_multiplier", 1.0),
             "attention_scale": declared.real("attention_multiplier", 1.0),
@@ -165,6 +173,8 @@ def _scales(declared: Metadata, architecture: Architecture, hidden_size: int) ->
 
 def _unrotated_layers(declared: Metadata, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
     """Layers without rope. SmolLM3 has a list of flags per layer; without it, every fourth layer has none."""
+    if architecture.has_shared_mlp and declared.text("position_embedding_type", "") != "rope":
+        return tuple(range(num_layers))
     if architecture.name != "smollm3":
         return ()
     if "no_rope_layers" not in declared.values:
@@ -285,6 +295,8 @@ def _scaling(
         scaling = _yarn(rope, trained)
         # Files that specify the trained context often also declare it as the full context.
         stated = any("original_max_position_embeddings" in section.values for section in (rope, declared))
+        if rope.real("llama_4_scaling_beta", 0.0):
+            return scaling, min(context, _whole(trained))  # beyond it, queries are scaled by their positions
         return scaling, max(context, _whole(scaling.factor * trained)) if stated else context
     return _longrope(rope, trained, context, rotary_dim)
 

@@ -178,7 +178,10 @@ def split_fused(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) 
     Raises:
         CorruptArtifactError: the number of rows of a fused tensor does not match its parts.
     """
-    if not ARCHITECTURES[config.architecture].fused:
+    row = ARCHITECTURES[config.architecture]
+    if row.has_shared_mlp:
+        tensors = {_without_shared_mlp(name): tensor for name, tensor in tensors.items()}
+    elif not row.fused:
         return dict(tensors)
     queries, keys, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
     parts = {
@@ -194,13 +197,21 @@ def split_fused(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) 
             continue
         begin, rows = 0, sum(parts[last].values())
         if tensor.shape[0] != rows:
-            raise CorruptArtifactError(f"tensor {name!r} has {tensor.shape[0]} rows; {rows} are expected", path=path)
+            raise CorruptArtifactError(
+                f"tensor {tensor.name!r} has {tensor.shape[0]} rows; {rows} are expected", path=path
+            )
         for part, size in parts[last].items():
             own = f"{prefix}.{part}_proj.weight"
             data = tensor.data[begin : begin + size]
             split[own] = replace(tensor, name=own, shape=(size, tensor.shape[1]), data=data)
             begin += size
     return split
+
+
+def _without_shared_mlp(name: str) -> str:
+    """Name of a tensor of a plain feed-forward, instead of that of a mixture's shared expert."""
+    name = name.replace(".shared_mlp.input_linear.", ".mlp.gate_up_proj.")
+    return name.replace(".shared_mlp.output_linear.", ".mlp.down_proj.")
 
 
 def rotate_half_rows(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArray[np.generic]:

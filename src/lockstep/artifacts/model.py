@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Encoding(Enum):
-    """Storage format of a tensor. The block formats are ggml's, with 32 or 256 (_K) values along the last axis."""
+    """Storage format of a tensor. The block formats are ggml's, with 32 or 256 (_K, _XS) values along the last axis."""
 
     F32 = "F32"
     F16 = "F16"
@@ -31,6 +31,9 @@ class Encoding(Enum):
     Q4_K = "Q4_K"
     Q5_K = "Q5_K"
     Q6_K = "Q6_K"
+    Q3_K = "Q3_K"
+    IQ4_NL = "IQ4_NL"
+    IQ4_XS = "IQ4_XS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,8 @@ class Artifact:
     weights: Weights
     load_tokenizer: Callable[[], TokenizerParts]
     """Reads the tokenizer. Raises MissingTokenizerError if there is none."""
+    bytes_by_encoding: Mapping[Encoding, int] = field(default_factory=dict)
+    """Stored bytes of the tensors of a GGUF file, by encoding."""
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     """Defaults from generation_config.json: any of temperature, top_k, top_p, min_p, repetition_penalty."""
     task: Task = "generate"

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 GROUP_SIZE = 32
-"""Number of values that share a scale, along the last axis, in every block format but Q6_K (16)."""
+"""Number of values that share a scale, along the last axis, in every block format but Q3_K and Q6_K (16)."""
 BLOCKS: Mapping[Encoding, tuple[int, int]] = {
     Encoding.Q8_0: (32, 34),
     Encoding.Q4_0: (32, 18),
@@ -35,8 +36,15 @@ BLOCKS: Mapping[Encoding, tuple[int, int]] = {
     Encoding.Q4_K: (256, 144),
     Encoding.Q5_K: (256, 176),
     Encoding.Q6_K: (256, 210),
+    Encoding.Q3_K: (256, 110),
+    Encoding.IQ4_NL: (32, 18),
+    Encoding.IQ4_XS: (256, 136),
 }
 """Number of values and of bytes of one block."""
+IQ4_VALUES: npt.NDArray[np.int8] = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
+"""Integers that the codes of IQ4_NL and IQ4_XS stand for."""
 FLOAT_TYPES: Mapping[Encoding, np.dtype[np.generic]] = {
     Encoding.F32: np.dtype("<f4"),
     Encoding.F16: np.dtype("<f2"),
@@ -56,6 +64,14 @@ def num_stored_bytes(encoding: Encoding, shape: tuple[int, ...]) -> int:
     """Size of a stored tensor in bytes."""
     dtype, stored = stored_as(encoding, shape)
     return dtype.itemsize * math.prod(stored)
+
+
+def bytes_by_encoding(tensors: Iterable[Tensor]) -> dict[Encoding, int]:
+    """Return the stored bytes of tensors, by encoding."""
+    found: Counter[Encoding] = Counter()
+    for tensor in tensors:
+        found[tensor.encoding] += tensor.data.nbytes
+    return dict(found)
 
 
 class MappedTensors:
@@ -197,6 +213,42 @@ def _q6_k(blocks: Bytes) -> Groups:
     return Groups(values.reshape(*rows, num_blocks * 16, 16), scales.reshape(*rows, -1), zero_point=32)
 
 
+def _q3_k(blocks: Bytes) -> Groups:
+    """Unpack Q3_K. Per half of 128 values, four runs of 32 share 32 bytes of low bits (pairs). Bit r of the 32 high
+    bytes belongs to run r of the block. Scales of 6 bits have the zero point 32."""
+    rows, num_blocks = blocks.shape[:-2], blocks.shape[-2]
+    low = blocks[..., 32:96].reshape(*rows, num_blocks, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = (blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
+    values = (low & np.uint8(3)) | (high.reshape(*rows, num_blocks, 2, 4, 32) << np.uint8(2))
+    scales = _half(blocks, 108)[..., None] * _q3_k_scales(blocks[..., 96:108]).astype(np.float32)
+    return Groups(values.reshape(*rows, num_blocks * 16, 16), scales.reshape(*rows, -1), zero_point=4)
+
+
+def _q3_k_scales(packed: Bytes) -> npt.NDArray[np.int8]:
+    """Unpack 16 scales from 12 bytes: low four bits of 0..7 and 8..15 in the halves of bytes 0..7, upper two bits of
+    scale i in bit pair i / 4 of byte 8 + i % 4."""
+    low = np.concatenate((packed[..., :8] & np.uint8(15), packed[..., :8] >> np.uint8(4)), axis=-1)
+    high = (packed[..., None, 8:] >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
+    whole: Bytes = low | (high.reshape(low.shape) << np.uint8(4))
+    return whole.view(np.int8) - np.int8(32)
+
+
+def _iq4_nl(blocks: Bytes) -> Groups:
+    return Groups(IQ4_VALUES[_nibbles(blocks[..., 2:])], _half(blocks, 0))
+
+
+def _iq4_xs(blocks: Bytes) -> Groups:
+    """Unpack IQ4_XS. Scales of 6 bits with the zero point 32: low four bits in nibbles, upper two in a number of 16
+    bits."""
+    rows, num_blocks = blocks.shape[:-2], blocks.shape[-2]
+    values = IQ4_VALUES[_nibbles(blocks[..., 8:].reshape(*rows, num_blocks * 8, 16))]
+    low = (blocks[..., 4:8, None] >> np.array([0, 4], np.uint8)) & np.uint8(15)
+    high = (blocks[..., 2:4, None] >> np.array([0, 2, 4, 6], np.uint8)) & np.uint8(3)
+    small = low.reshape(*rows, num_blocks, 8) | (high.reshape(*rows, num_blocks, 8) << np.uint8(4))
+    scales = _half(blocks, 0)[..., None] * (small.view(np.int8) - np.int8(32)).astype(np.float32)
+    return Groups(values, scales.reshape(*rows, -1))
+
+
 _UNPACKERS: Mapping[Encoding, Callable[[Bytes], Groups]] = {
     Encoding.Q8_0: _q8_0,
     Encoding.Q4_0: _q4_0,
@@ -206,6 +258,9 @@ _UNPACKERS: Mapping[Encoding, Callable[[Bytes], Groups]] = {
     Encoding.Q4_K: _q4_k,
     Encoding.Q5_K: _q5_k,
     Encoding.Q6_K: _q6_k,
+    Encoding.Q3_K: _q3_k,
+    Encoding.IQ4_NL: _iq4_nl,
+    Encoding.IQ4_XS: _iq4_xs,
 }
 
 

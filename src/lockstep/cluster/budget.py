@@ -12,7 +12,8 @@ from lockstep.cluster.manifest import Resources, Tier
 from lockstep.shown import aligned, size
 
 WEIGHTS_FACTOR = 1.03
-"""Upper bound of the size of loaded weights, relative to their files; the maximum is reached by Q4_K after packing."""
+"""Upper bound of the size of loaded weights, relative to their files and `packed_growth`; Q4_K reaches the maximum
+after packing."""
 COLUMNS = ("resident", "in memory", "size", "verdict")
 """Columns of the table, after the model's name and tier."""
 GPU_BUDGET = "gpu_budget"

@@ -209,6 +209,8 @@ class OpenedSource:
         cls, source: str, base: LoadOptions, model: str = "", progress: LoadProgress | None = None
     ) -> OpenedSource:
         """Open a source and report its progress under a model's id; ArtifactError: it cannot be served."""
+        from lockstep.executors.native.weights import packed_growth
+
         if source.startswith(STUB):
             stub = StubOptions.parse(source)
             read_answers(stub)
@@ -223,7 +225,7 @@ class OpenedSource:
         return cls(
             source,
             artifact.fingerprint,
-            artifact.num_bytes,
+            artifact.num_bytes + packed_growth(artifact.bytes_by_encoding),
             artifact.load_tokenizer,
             artifact.config.max_model_len,
             is_stub=False,

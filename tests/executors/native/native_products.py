@@ -23,7 +23,12 @@ Floats = npt.NDArray[np.float32]
 CPP = Path(__file__).parents[3] / NATIVE / "cpp"
 ELEMENTS = ("processor.cpp", "api_elements.cpp", "elements_portable.cpp", "elements_avx2.cpp", "elements_avx512.cpp")
 COMMON_SOURCES = ("api_products.cpp", "pack.cpp", "product.cpp", "threads.cpp", *ELEMENTS)
-_HALVES: Mapping[Encoding, tuple[int, ...]] = {Encoding.Q6_K: (208,), Encoding.Q4_K: (0, 2), Encoding.Q5_K: (0, 2)}
+_HALVES: Mapping[Encoding, tuple[int, ...]] = {
+    Encoding.Q6_K: (208,),
+    Encoding.Q3_K: (108,),
+    Encoding.Q4_K: (0, 2),
+    Encoding.Q5_K: (0, 2),
+}
 """Where a block has its f16 scales and offsets."""
 
 

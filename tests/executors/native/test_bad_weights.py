@@ -36,10 +36,9 @@ def test_a_weight_or_scale_that_is_not_finite_is_named(encoding: str, value: flo
     def spoil(data: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> None:
         if encoding == "BF16":
             data[3, 5] = np.array(value, np.float32).view(np.uint32) >> 16
-        elif encoding == "Q6_K":
-            data[3, 208:210] = np.array([value], np.float16).view(np.uint8)
         elif encoding not in FLOATS:
-            data[3, :2] = np.array([value], np.float16).view(np.uint8)
+            at = {"Q6_K": 208, "Q3_K": 108}.get(encoding, 0)
+            data[3, at : at + 2] = np.array([value], np.float16).view(np.uint8)
         else:
             data[3, 5] = value
 

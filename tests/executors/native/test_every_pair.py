@@ -27,7 +27,11 @@ from tests.executors.native.support import TINY, MemoryWeights, random_artifact,
 
 NUM_BLOCKS = 120
 PROMPT = [int(token) for token in np.random.default_rng(8).integers(0, 300, 50)]
-MAX_RELATIVE_ERROR = {"F16": 1e-6, "BF16": 1e-6, **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"), 8e-2)}
+MAX_RELATIVE_ERROR = {
+    "F16": 1e-6,
+    "BF16": 1e-6,
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "IQ4_NL"), 8e-2),
+}
 """Beside blocks, activations are rounded to int8 in groups of 32."""
 
 
@@ -65,7 +69,7 @@ def test_logits_are_those_of_the_exact_weights(name: str, encoding: str) -> None
     assert errors.max() <= MAX_RELATIVE_ERROR[encoding]
 
 
-@pytest.mark.parametrize(("name", "encoding"), pairs(["Q5_1", "Q4_1", "Q4_0", "Q5_0", "BF16"]))
+@pytest.mark.parametrize(("name", "encoding"), pairs(["Q5_1", "Q4_1", "Q4_0", "Q5_0", "BF16", "IQ4_NL"]))
 def test_the_bytes_are_the_same_in_any_batch(name: str, encoding: str) -> None:
     with loaded(random_artifact(TINY[name], encoding), NUM_BLOCKS, 0) as executor:
         report = quick_probe(executor, NUM_BLOCKS)

@@ -138,13 +138,13 @@ def test_one_core_by_affinity_takes_one_thread() -> None:
         os.sched_setaffinity(0, cores)
 
 
-@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q8_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q8_0", "Q4_1", "Q6_K", "Q3_K", "IQ4_XS"])
 def test_weights_that_are_not_finite_are_refused_by_name(encoding: str) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     artifact = random_artifact(SMALL_LLAMA, encoding)
     data = np.array(artifact.weights[name].data)
     halves = data.reshape(-1).view("<u2" if data.dtype != np.float32 else "<u4")
-    at = 104 if encoding == "Q6_K" else 1 if encoding == "Q4_1" else 0
+    at = {"Q6_K": 104, "Q3_K": 54, "Q4_1": 1}.get(encoding, 0)
     halves[at] = {"F32": 0x7F800000, "BF16": 0x7FC0}.get(encoding, 0x7C00)
     tensor = replace(artifact.weights[name], data=data)
     with pytest.raises(CorruptArtifactError, match=r"layers\.1\.mlp\.up_proj"), loaded(with_tensor(artifact, tensor)):

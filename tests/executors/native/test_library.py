@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hatch_build import NATIVE_LIBRARY, X86, build_native
-from lockstep.executors.native.library import BITS_VERSION, ISA_VARIABLE, native_library
+from lockstep.executors.native.library import BITS_VERSION, INTERFACE_VERSION, ISA_VARIABLE, native_library
 from lockstep.executors.options import ISAS
 
 ROOT = Path(__file__).parents[3]
@@ -20,6 +20,7 @@ def test_the_fastest_instruction_set_is_chosen_unless_one_is_forced(monkeypatch:
     if isinstance(best, str):
         pytest.skip(best)
     assert best.bits_version == BITS_VERSION
+    assert best.handle.native_interface_version() == INTERFACE_VERSION
     assert best.usable[-1] == "portable"
     assert set(best.usable) <= set(best.built)
     assert best.built == (ISAS if platform.machine().lower() in X86 else ("portable",))

@@ -171,7 +171,7 @@ def test_float_weights_have_the_same_bits_everywhere_and_their_values(encoding: 
 @pytest.mark.parametrize("encoding", KINDS)
 def test_packed_weights_take_no_more_bits_than_the_file(encoding: Encoding) -> None:
     packed = pack(BEST, weights_of(encoding, 64, COLUMNS))
-    expected = {Encoding.Q4_K: 4.625, Encoding.Q5_K: 5.625}
+    expected = {Encoding.Q4_K: 4.625, Encoding.Q5_K: 5.625, Encoding.Q3_K: 4.5625, Encoding.IQ4_XS: 4.5625}
     in_file = 8 * weights_of(encoding, 64, COLUMNS).data.nbytes / (64 * COLUMNS)
     assert packed.bits_per_weight == expected.get(encoding, in_file)
 

@@ -21,6 +21,7 @@ from lockstep.executors.probe import quick_probe, thorough_probe
 from tests.executors.native.loading import EACH_ISA, USABLE, loaded
 from tests.executors.native.support import SMALL_LLAMA, TINY, Item, batch_of, random_artifact, run
 from tools.golden.native_digests import DIGESTS, cases, prompt_digest
+from tools.random_blocks import has_long_blocks
 from tools.random_models import Shape
 
 WINDOWED = replace(TINY["tiny-gemma3"], num_layers=2, windows=(16, 0))
@@ -68,9 +69,9 @@ def test_tokens_at_once_have_the_bits_of_tokens_one_by_one(name: str, storage: s
 
 
 @pytest.mark.parametrize("isa", EACH_ISA)
-@pytest.mark.parametrize("encoding", ["F32", "BF16", "Q8_0", "Q4_0", "Q4_K_M"])
+@pytest.mark.parametrize("encoding", ["F32", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q3_K", "IQ4_XS"])
 def test_no_circumstance_changes_a_bit(encoding: str, isa: str) -> None:
-    shape = SMALL_LLAMA if "_K" in encoding else TINY["tiny-llama"]
+    shape = SMALL_LLAMA if has_long_blocks(encoding) else TINY["tiny-llama"]
     with loaded(random_artifact(shape, encoding), isa=isa) as executor:
         report = quick_probe(executor, 120) if isa != USABLE[0] else thorough_probe(executor, 120, 20)
     assert report.deterministic, [case for case in report.cases if not case.passed]

@@ -17,6 +17,8 @@ from lockstep.executors.options import ISAS
 LIBRARY = Path(__file__).with_name("liblockstep_native.so")
 BITS_VERSION = 1
 """Version of the bits that this package requires, the same as in bits.hpp."""
+INTERFACE_VERSION = 2
+"""Version of the library's functions and structures that this package uses, the same as in bits.hpp."""
 ISA_VARIABLE = "LOCKSTEP_ISA"
 """Environment variable with the default instruction set. All instruction sets give the same bits."""
 _BUILD = "build it with `python hatch_build.py`, which needs a C++ compiler"
@@ -48,8 +50,9 @@ def native_library(isa: str | None = None, library: Path = LIBRARY) -> NativeLib
     if isinstance(handle, str):
         return handle
     version = int(handle.native_bits_version())
-    if version != BITS_VERSION:
-        return f"the native library was built from other sources (version {version}, not {BITS_VERSION}): {_BUILD}"
+    found, expected = (version, int(handle.native_interface_version())), (BITS_VERSION, INTERFACE_VERSION)
+    if found != expected:
+        return f"the native library was built from other sources (versions {found}, not {expected}): {_BUILD}"
     states = {name: int(handle.native_has_isa(name.encode())) for name in ISAS}
     built = tuple(name for name in ISAS if states[name] >= _IN_LIBRARY)
     usable = tuple(name for name in ISAS if states[name] >= _RUNS_HERE)
@@ -72,6 +75,7 @@ def _load(library: Path) -> ctypes.CDLL | str:
             getattr(handle, f"native_{name}").restype = ctypes.c_char_p
         handle.native_packed_bytes.restype = ctypes.c_int64
         handle.native_pool_stop.restype = None
+        handle.native_interface_version.restype = ctypes.c_int
     except (OSError, AttributeError) as error:
         return f"the native library cannot be loaded ({error}): {_BUILD}"
     return handle

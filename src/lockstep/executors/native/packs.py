@@ -54,6 +54,9 @@ _SCALES_AT: Mapping[Encoding, tuple[int, ...]] = {
     Encoding.Q4_K: (0, 2),
     Encoding.Q5_K: (0, 2),
     Encoding.Q6_K: (208,),
+    Encoding.Q3_K: (108,),
+    Encoding.IQ4_NL: (0,),
+    Encoding.IQ4_XS: (0,),
 }
 """Byte offsets of the float16 numbers in a block."""
 

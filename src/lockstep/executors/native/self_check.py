@@ -87,7 +87,7 @@ def _blocks(encoding: Encoding) -> npt.NDArray[np.uint8]:
     """Blocks with arbitrary codes, and scales that are small and positive."""
     num_values, num_bytes = BLOCKS[encoding]
     blocks = _bytes(_FEATURES * _COLUMNS // num_values * num_bytes).reshape(-1, num_bytes)
-    for at in (208,) if encoding is Encoding.Q6_K else (0, 2):
+    for at in {Encoding.Q6_K: (208,), Encoding.Q3_K: (108,)}.get(encoding, (0, 2)):
         blocks[:, at + 1] &= np.uint8(_SMALL_HALVES >> 8)
     return blocks.reshape(_FEATURES, -1)
 

@@ -7,6 +7,7 @@ to int4 with a scale per group, are first written as blocks of Q8_0 and Q4_0, wh
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,13 @@ KINDS = (
     Encoding.Q4_K,
     Encoding.Q5_K,
     Encoding.Q6_K,
+    Encoding.Q3_K,
+    Encoding.IQ4_NL,
+    Encoding.IQ4_XS,
 )
 """Encodings in the order of their numbers in ``product.hpp``."""
+_GROWTH: Mapping[Encoding, float] = {Encoding.Q3_K: 36 / 110, Encoding.IQ4_XS: 10 / 136}
+"""Bytes of a block in panels beyond those in a file, relative to the latter, where it is more than 3 %."""
 _ALIGNMENT = 64
 
 
@@ -47,6 +53,11 @@ class PackedWeights:
     def bits_per_weight(self) -> float:
         """Bits of memory for each weight, including scales and the unused part of the last panel."""
         return 8 * self.panels.nbytes / (self.features * self.columns)
+
+
+def packed_growth(bytes_by_encoding: Mapping[Encoding, int]) -> int:
+    """Number of bytes that weights take in panels beyond those in their file, up to 3 %."""
+    return round(sum(num_bytes * _GROWTH.get(encoding, 0.0) for encoding, num_bytes in bytes_by_encoding.items()))
 
 
 def packed_bytes(library: NativeLibrary, tensor: Tensor) -> int:

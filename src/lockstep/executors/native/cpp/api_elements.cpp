@@ -90,6 +90,7 @@ using namespace lockstep::native;
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 EXPORTED int native_bits_version() { return BITS_VERSION; }
+EXPORTED int native_interface_version() { return INTERFACE_VERSION; }
 
 // 2: usable here; 1: in the library, but not supported by this processor; 0: not in the library.
 EXPORTED int native_has_isa(const char* isa) {

@@ -33,6 +33,12 @@ void six_bits(const std::uint8_t* at, int group, std::uint8_t* factors) {
     }
 }
 
+// Q3_K: factor i of sixteen columns, of six bits in twelve bytes, with the zero point 32.
+std::uint8_t q3_factor(const std::uint8_t* at, int i) {
+    const int low = at[i % 8] >> i / 8 * 4 & 15, high = at[8 + i % 4] >> i / 4 * 2 & 3;
+    return std::uint8_t((low | high << 4) - 32);
+}
+
 void read(Kind kind, const std::uint8_t* block, int group, Stored& to) {
     const auto halves = [&](const std::uint8_t* at, bool has_offset) {
         std::memcpy(to.scale, at, 2);
@@ -74,6 +80,24 @@ void read(Kind kind, const std::uint8_t* block, int group, Stored& to) {
                 to.code[i] = (low[i] >> run / 2 * 4 & 15) | (high[i] >> run * 2 & 3) << 4;
             to.factors[0] = block[192 + group * 2], to.factors[1] = block[193 + group * 2];
             std::memcpy(to.scale, block + 208, 2);
+            break;
+        }
+        case Kind::q3_k: {
+            const std::uint8_t* low = block + 32 + group / 4 * 32;
+            for (int i = 0; i < GROUP; i++) to.code[i] = (low[i] >> group % 4 * 2 & 3) | (block[i] >> group & 1) << 2;
+            for (int half = 0; half < 2; half++) to.factors[half] = q3_factor(block + 96, group * 2 + half);
+            std::memcpy(to.scale, block + 108, 2);
+            break;
+        }
+        case Kind::iq4_nl:
+            halves(block, false);
+            nibbles(block + 2, to.code);
+            break;
+        case Kind::iq4_xs: {
+            const int low = block[4 + group / 2] >> group % 2 * 4 & 15, high = block[2 + group / 4] >> group % 4 * 2 & 3;
+            to.factors[0] = to.factors[1] = std::uint8_t((low | high << 4) - 32);
+            halves(block, false);
+            nibbles(block + 8 + group * 16, to.code);
             break;
         }
     }
@@ -139,6 +163,7 @@ int code_of(const Layout& layout, const std::uint8_t* group, int feature, int k)
     const std::uint8_t* at = group + layout.codes_at() + 4 * feature + k % 4;
     if (layout.bits == 8) return at[quad * 128];
     const int low = at[quad % 4 * 128] >> (quad / 4 * 4) & 15;
+    if (layout.has_table()) return TABLE[low];
     if (layout.high_bits() == 0) return low;
     if (layout.high_bits() == 1) return low | (at[512] >> quad & 1) << 4;
     return low | (at[512 + quad / 4 * 128] >> (quad % 4 * 2) & 3) << 4;
@@ -157,7 +182,7 @@ void unpack_row(const Matrix& w, std::int64_t feature, float* out) {
         if (layout.is_super && layout.has_offsets) offset *= float(group[PANEL + f]);
         for (int k = 0; k < GROUP && g * GROUP + k < w.columns; k++) {
             float scale = whole;
-            if (w.kind == Kind::q6_k) scale *= float(std::int8_t(group[k / 16 * PANEL + f]));
+            if (layout.has_signed_factors()) scale *= float(std::int8_t(group[k / 16 * PANEL + f]));
             else if (layout.is_super) scale *= float(group[f]);
             out[g * GROUP + k] = float(code_of(layout, group, f, k) - layout.zero) * scale + offset;
         }

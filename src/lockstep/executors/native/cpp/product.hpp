@@ -16,13 +16,13 @@ namespace lockstep::native {
 
 constexpr int GROUP = 32;     // columns that share a scale
 constexpr int PANEL = 32;     // output features that are stored side by side
-constexpr int SUPER = 8;      // groups of a block of Q4_K, Q5_K and Q6_K
+constexpr int SUPER = 8;      // groups of a block of 256 columns
 constexpr int MAX_TILE = 6;   // rows of activations that a kernel processes at once
 constexpr int MAX_PRODUCT_COLUMNS = 1 << 20;
 constexpr int MAX_PRODUCT_FEATURES = 1 << 24;
 
-enum class Kind : int { q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
-constexpr int KINDS = 8;
+enum class Kind : int { q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k, q3_k, iq4_nl, iq4_xs };
+constexpr int KINDS = 11;
 
 // One group of a row of activations.
 struct Numbers {
@@ -42,12 +42,16 @@ static_assert(sizeof(Numbers) == 40, "quantised rows are arrays of these");
 //                 that multiply them, those of offsets with their sign turned
 //   q6_k          factors i8[32] of the first and i8[32] of the last sixteen columns; 4 x [128]; 2 x [128] upper bits: bits
 //                 2 j and 2 j + 1 are those of quads j and j + 4; before each eight groups f16[32] scales
+//   q3_k, iq4_xs  factors and scales as q6_k; 4 x [128] as q4_0. Both factors of iq4_xs are the same
+//   iq4_nl        the same as q4_0; codes of it and of iq4_xs are places in TABLE
 struct Layout {
     int bits;  // of a code
-    int zero;  // the code of weight 0; 0 where there are offsets
+    int zero;  // the code of weight 0, or that of TABLE; 0 where there are offsets
     bool has_offsets, is_super;
     int block_columns, block_bytes;  // in a GGUF file
 
+    constexpr bool has_table() const { return bits == 4 && zero == 128; }
+    constexpr bool has_signed_factors() const { return is_super && !has_offsets; }  // one for each sixteen columns
     constexpr int high_bits() const { return bits == 8 ? 0 : bits - 4; }
     constexpr int codes_at() const { return is_super || !has_offsets ? 64 : 128; }
     constexpr int group_bytes() const { return codes_at() + (bits == 8 ? 1024 : 512 + 128 * high_bits()); }
@@ -61,9 +65,15 @@ constexpr Layout LAYOUTS[KINDS] = {
     {8, 128, false, false, 32, 34}, {4, 8, false, false, 32, 18}, {4, 0, true, false, 32, 20},
     {5, 16, false, false, 32, 22},  {5, 0, true, false, 32, 24},  {4, 0, true, true, 256, 144},
     {5, 0, true, true, 256, 176},   {6, 32, false, true, 256, 210},
+    {4, 4, false, true, 256, 110},  {4, 128, false, false, 32, 18}, {4, 128, false, true, 256, 136},
 };
 constexpr const Layout& layout_of(Kind kind) { return LAYOUTS[int(kind)]; }
-constexpr int tile_rows(Kind kind) { return layout_of(kind).high_bits() ? 4 : MAX_TILE; }
+constexpr int tile_rows(Kind kind) {
+    return layout_of(kind).high_bits() || layout_of(kind).has_signed_factors() ? 4 : MAX_TILE;
+}
+
+// The values of IQ4_NL and IQ4_XS by code, plus 128.
+constexpr std::uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 // The part of the next panel that a tile prefetches.
 struct Fetch {

@@ -2,7 +2,8 @@
 // saturates. It never does here: numbers are from -127 to 127, and the most that is added before the sum is widened to 32
 // bits is
 //
-//     8 bits    one pair      2 * 128 * 127 = 32,512    (magnitudes of weights; their signs are given to the numbers)
+//     8 bits    one pair      2 * 128 * 127 = 32,512    (magnitudes of weights; their signs are given to the numbers;
+//                                                       also of values of TABLE)
 //     4 bits    eight pairs  16 *  15 * 127 = 30,480
 //     5 bits    four pairs    8 *  31 * 127 = 31,496
 //     6 bits    two pairs     4 *  63 * 127 = 32,004    all below 2^15 = 32,768
@@ -98,14 +99,26 @@ INLINE void add_half(const std::uint8_t* at, const Numbers* x, std::int64_t stri
             pairs[r] = _mm256_add_epi16(pairs[r], _mm256_maddubs_epi16(w, quad(x[r * stride], HALF * 4 + j)));
         if (PAIRS == 2 && j % 2) widen<R>(pairs, dot);
     }
-    if (PAIRS == 4 || (PAIRS == 8 && HALF)) widen<R>(pairs, dot);
+    if (PAIRS == 4 || (PAIRS == 8 && (HALF || layout_of(K).has_signed_factors()))) widen<R>(pairs, dot);
 }
 
-template <int R>
-INLINE void dots_of_bytes(const std::uint8_t* at, const Numbers* x, std::int64_t stride, __m256i (&dot)[R]) {
+// Weights of quad q of eight features, as signed bytes: codes of eight bits, or values of TABLE.
+template <Kind K>
+INLINE __m256i signed_weights(const std::uint8_t* at, int q) {
+    const __m256i plus = _mm256_set1_epi8(-128);  // codes are the weights plus 128
+    if constexpr (layout_of(K).bits == 8) return _mm256_xor_si256(bytes_at(at + q * 128), plus);
+    const __m256i low = _mm256_srl_epi16(bytes_at(at + q % 4 * 128), _mm_cvtsi32_si128(q / 4 * 4));
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)TABLE));
+    return _mm256_shuffle_epi8(_mm256_xor_si256(table, plus), _mm256_and_si256(low, _mm256_set1_epi8(15)));
+}
+
+// Quads `begin` to `end`.
+template <Kind K, int R>
+INLINE void add_signed(const std::uint8_t* at, const Numbers* x, std::int64_t stride, int begin, int end,
+                       __m256i (&dot)[R]) {
 #pragma GCC unroll 1
-    for (int q = 0; q < 8; q++) {
-        const __m256i w = _mm256_xor_si256(bytes_at(at + q * 128), _mm256_set1_epi8(-128));
+    for (int q = begin; q < end; q++) {
+        const __m256i w = signed_weights<K>(at, q);
         const __m256i magnitude = _mm256_abs_epi8(w);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
@@ -122,18 +135,26 @@ INLINE void dots_of(const std::uint8_t* group, int feature, const Numbers* x, st
     const std::uint8_t* at = group + layout.codes_at() + feature * 4;
     __m256i pairs[R], part[R];
     for (int r = 0; r < R; r++) pairs[r] = dot[r] = part[r] = _mm256_setzero_si256();
-    if constexpr (layout.bits == 8) {
-        dots_of_bytes<R>(at, x, stride, dot);
-    } else if constexpr (K == Kind::q6_k) {
-        add_half<K, 0, R>(at, x, stride, pairs, dot);
-        add_half<K, 1, R>(at, x, stride, pairs, part);
+    constexpr bool IS_SIGNED = layout.bits == 8 || layout.has_table();
+    if constexpr (layout.has_signed_factors()) {
+        if constexpr (IS_SIGNED) {
+            add_signed<K, R>(at, x, stride, 0, 4, dot);
+            add_signed<K, R>(at, x, stride, 4, 8, part);
+        } else {
+            add_half<K, 0, R>(at, x, stride, pairs, dot);
+            add_half<K, 1, R>(at, x, stride, pairs, part);
+        }
         const __m256i first = signed_at(group + feature), last = signed_at(group + PANEL + feature);
         for (int r = 0; r < R; r++) {
             const Numbers& row = x[r * stride];
-            dot[r] = _mm256_sub_epi32(dot[r], _mm256_set1_epi32(row.sums[0] * layout.zero));
-            part[r] = _mm256_sub_epi32(part[r], _mm256_set1_epi32(row.sums[1] * layout.zero));
+            if constexpr (!IS_SIGNED) {
+                dot[r] = _mm256_sub_epi32(dot[r], _mm256_set1_epi32(row.sums[0] * layout.zero));
+                part[r] = _mm256_sub_epi32(part[r], _mm256_set1_epi32(row.sums[1] * layout.zero));
+            }
             dot[r] = _mm256_add_epi32(_mm256_mullo_epi32(dot[r], first), _mm256_mullo_epi32(part[r], last));
         }
+    } else if constexpr (IS_SIGNED) {
+        add_signed<K, R>(at, x, stride, 0, 8, dot);
     } else {
         add_half<K, 0, R>(at, x, stride, pairs, dot);
         add_half<K, 1, R>(at, x, stride, pairs, dot);
@@ -149,7 +170,7 @@ template <Kind K>
 INLINE __m256 scales(const std::uint8_t* group, const std::uint8_t* super, int feature) {
     if constexpr (!layout_of(K).is_super) return halves_at(group + feature * 2);
     const __m256 scale = halves_at(super + feature * 2);
-    return K == Kind::q6_k ? scale : _mm256_mul_ps(scale, factors_at(group + feature));
+    return layout_of(K).has_signed_factors() ? scale : _mm256_mul_ps(scale, factors_at(group + feature));
 }
 
 template <Kind K>
@@ -212,7 +233,8 @@ void tile(Kind kind, const std::uint8_t* panel, std::int64_t groups, const Numbe
           float* out, Fetch fetch) {
     static constexpr Tile TILES[KINDS] = {some_rows<Kind::q8_0>, some_rows<Kind::q4_0>, some_rows<Kind::q4_1>,
                                           some_rows<Kind::q5_0>, some_rows<Kind::q5_1>, some_rows<Kind::q4_k>,
-                                          some_rows<Kind::q5_k>, some_rows<Kind::q6_k>};
+                                          some_rows<Kind::q5_k>, some_rows<Kind::q6_k>, some_rows<Kind::q3_k>,
+                                          some_rows<Kind::iq4_nl>, some_rows<Kind::iq4_xs>};
     TILES[int(kind)](panel, groups, x, stride, count, out, fetch);
 }
 

@@ -52,6 +52,8 @@ INLINE __m512i codes(const std::uint8_t* at) {
     __m512i low = bytes_at(at + Q % 4 * 128);
     if constexpr (Q >= 4) low = _mm512_srli_epi16(low, 4);
     low = _mm512_and_si512(low, _mm512_set1_epi8(15));
+    if constexpr (layout.has_table())
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)TABLE)), low);
     if constexpr (layout.high_bits() == 0) return low;
     // The upper bits of a quad are moved to bit 4.
     constexpr int PLANE = layout.high_bits() == 2 ? Q / 4 : 0, BIT = layout.high_bits() == 2 ? Q % 4 * 2 : Q;
@@ -95,7 +97,7 @@ template <Kind K, int R>
 INLINE void dots_of(const std::uint8_t* group, const Numbers* x, std::int64_t stride, __m512i (&dot)[R][2]) {
     constexpr Layout layout = layout_of(K);
     const std::uint8_t* at = group + layout.codes_at();
-    if constexpr (K == Kind::q6_k) {
+    if constexpr (layout.has_signed_factors()) {
         __m512i part[R][2];
         for (int r = 0; r < R; r++) dot[r][0] = dot[r][1] = begin_with<R>(x[r * stride], -layout.zero, 0);
         for (int r = 0; r < R; r++) part[r][0] = part[r][1] = begin_with<R>(x[r * stride], 0, -layout.zero);
@@ -120,7 +122,7 @@ template <Kind K>
 INLINE __m512 scales(const std::uint8_t* group, const std::uint8_t* super, int side) {
     if constexpr (!layout_of(K).is_super) return halves_at(group + side * 32);
     const __m512 scale = halves_at(super + side * 32);
-    return K == Kind::q6_k ? scale : _mm512_mul_ps(scale, factors_at(group + side * 16));
+    return layout_of(K).has_signed_factors() ? scale : _mm512_mul_ps(scale, factors_at(group + side * 16));
 }
 
 template <Kind K>
@@ -189,7 +191,8 @@ void tile(Kind kind, const std::uint8_t* panel, std::int64_t groups, const Numbe
           float* out, Fetch fetch) {
     static constexpr Tile TILES[KINDS] = {some_rows<Kind::q8_0>, some_rows<Kind::q4_0>, some_rows<Kind::q4_1>,
                                           some_rows<Kind::q5_0>, some_rows<Kind::q5_1>, some_rows<Kind::q4_k>,
-                                          some_rows<Kind::q5_k>, some_rows<Kind::q6_k>};
+                                          some_rows<Kind::q5_k>, some_rows<Kind::q6_k>, some_rows<Kind::q3_k>,
+                                          some_rows<Kind::iq4_nl>, some_rows<Kind::iq4_xs>};
     TILES[int(kind)](panel, groups, x, stride, count, out, fetch);
 }
 

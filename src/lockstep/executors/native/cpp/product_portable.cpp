@@ -41,6 +41,7 @@ void codes_of(const Layout& layout, const std::uint8_t* codes, int feature, int 
             continue;
         }
         out[column] = codes[quad % 4 * 128 + at] >> quad / 4 * 4 & 15;
+        if (layout.has_table()) out[column] = TABLE[out[column]];
         if (layout.high_bits() == 1) out[column] |= (codes[512 + at] >> quad & 1) << 4;
         if (layout.high_bits() == 2) out[column] |= (codes[512 + quad / 4 * 128 + at] >> quad % 4 * 2 & 3) << 4;
     }
@@ -52,7 +53,7 @@ float plus_group(const Layout& layout, const std::uint8_t* group, const std::uin
     int dots[2] = {};
     for (int i = 0; i < GROUP; i++) dots[i / 16] += (codes[i] - layout.zero) * x.number[i];
     const float scale = half((layout.is_super ? super : group) + feature * 2);
-    if (layout.is_super && !layout.has_offsets) {
+    if (layout.has_signed_factors()) {
         const int dot = dots[0] * std::int8_t(group[feature]) + dots[1] * std::int8_t(group[PANEL + feature]);
         return __builtin_fmaf(float(dot), scale * x.scale, acc);
     }
