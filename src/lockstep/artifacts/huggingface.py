@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.artifacts.dense_modules import MODULES, DenseModule, dense_modules
+from lockstep.artifacts.encoders import canonical_tensors
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
 from lockstep.artifacts.huggingface_config import read_config
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
+DENSE_WEIGHTS = "model.safetensors"
+"""File with the tensors of a dense module, in its folder."""
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -48,13 +53,22 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     """
     declared = read_json(path / "config.json")
     config = read_config(declared)
+    modules = dense_modules(path) if config.bidirectional and not config.num_labels else []
+    config = replace(config, head=config.head + tuple(module.layer for module in modules))
     check_config(config, declared.path)
     generation = read_optional_json(path / "generation_config.json")
     defaults = from_generation_config(generation.values, generation.path)
     files = weight_files(path)
-    tensors = split_fused(config, _read_all(path, files), path)
+    tensors = _read_all(path, files)
+    if config.bidirectional:
+        tensors = canonical_tensors(config, tensors) | _dense_tensors(path, modules)
+    tensors = split_fused(config, tensors, path)
     check_tensors(config, tensors, path)
     small = [name for name in SMALL_FILES if (path / name).is_file()]
+    if config.bidirectional:
+        small += [MODULES] if (path / MODULES).is_file() else []
+        small += [f"{module.folder}/config.json" for module in modules]
+        files = [*files, *(f"{module.folder}/{DENSE_WEIGHTS}" for module in modules)]
     return Artifact(
         source=source,
         name=path.absolute().name,
@@ -67,6 +81,19 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation)),
         sampling_defaults=defaults,
     )
+
+
+def _dense_tensors(path: Path, modules: Sequence[DenseModule]) -> dict[str, Tensor]:
+    """Tensors of the dense modules under their canonical names."""
+    tensors: dict[str, Tensor] = {}
+    for index, module in enumerate(modules):
+        file = path / module.folder / DENSE_WEIGHTS
+        found = read_safetensors(file)
+        for name, canonical in module.names(index).items():
+            if name not in found:
+                raise CorruptArtifactError(f"has no tensor {name!r}", path=file)
+            tensors[canonical] = replace(found[name], name=canonical)
+    return tensors
 
 
 def weight_files(path: Path) -> list[str]:

@@ -23,14 +23,17 @@ class Geometry:
     """Shapes and limits of a loaded model, as measured by loading."""
 
     block_size: int
-    """Tokens per KV block."""
+    """Positions per KV block: tokens, times the stages."""
     bytes_per_block: int
-    """Bytes of one block over all layers, keys and values."""
+    """Bytes of one block over all layers, keys and values, and what an encoder keeps of each token."""
     num_layers: int
     max_model_len: int
     vocab_size: int
     weights_bytes: int | None = None
     """Memory of the weights, including mapped files; None: a stub, which has no weights."""
+    num_stages: int = 1
+    """Parts of the work on each token. An encoder computes a part of all tokens of a text before the next part of any.
+    Therefore a text of T tokens is a prompt of T * num_stages positions: position p is stage p // T of token p % T."""
     mapped_bytes: int = 0
     """Part of the weights that is mapped from files. The system counts it as free, and other processes share it."""
 
@@ -112,6 +115,24 @@ class HiddenStates(Protocol):
     @property
     def hidden_states(self) -> npt.NDArray[np.float32]:
         """[len(hidden_rows), hidden_size] of the last step: the input of the LM head, valid until the next call."""
+        ...
+
+
+@runtime_checkable
+class VectorHead(Protocol):
+    """Additional protocol of an `Executor` whose model may have dense layers that apply to a pooled vector."""
+
+    @property
+    def head_size(self) -> int | None:
+        """Size of the vectors, or number of the scores, that `project` returns; None: the model has no such layers."""
+        ...
+
+    def project(self, vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Apply the layers to vectors [n, hidden_size]: [n, head_size]. Call this between two calls of ``execute``.
+
+        Raises:
+            ExecutorError: the model has no such layers, or the vectors have another size.
+        """
         ...
 
 
