@@ -22,6 +22,8 @@ SINGLE = "model.safetensors"
 """Names of the weights in a repository: the index of several files, or a single file."""
 _TEXT_FILES = ("config.json", "generation_config.json", "chat_template.jinja", INDEX)
 _TOKENIZER = re.compile(r"tokenizer[a-z_]*\.json")
+_MODULE = re.compile(r"modules\.json|\d+_(Pooling|Dense)/config\.json|\d+_Dense/model\.safetensors", re.ASCII)
+"""Files of sentence-transformers' modules, which belong to an encoder."""
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
 _PROJECTOR = re.compile(r"(^|/)mmproj[^/]*$", re.IGNORECASE)
 _MAX_LISTED = 40
@@ -113,7 +115,8 @@ def is_gguf(source: HubSource, listing: Listing) -> bool:
 
 def text_files(listing: Listing) -> list[str]:
     """Required files of a Hugging Face directory other than its weights, in order of name."""
-    return sorted(name for name in listing if name in _TEXT_FILES or _TOKENIZER.fullmatch(name))
+    patterns = (_TOKENIZER, _MODULE)
+    return sorted(n for n in listing if n in _TEXT_FILES or any(pattern.fullmatch(n) for pattern in patterns))
 
 
 def weight_files_without_index(source: HubSource, listing: Listing) -> list[str]:
