@@ -156,13 +156,13 @@ def read_huggingface_encoder(declared: Metadata, architecture: Architecture) -> 
     if name == "nomic-bert":
         theta = declared.section("rope_parameters").real("rope_theta", declared.real("rope_theta", theta))
     if name == "modern-bert":
-        fields |= _modern_windows(declared, architecture, num_layers)
+        fields["windows"] = _modern_windows(declared, architecture, num_layers)
         theta = _modern_theta(declared, "full_attention", "global_rope_theta", theta)
         local = _modern_theta(declared, "sliding_attention", "local_rope_theta", architecture.local_rope_theta or theta)
         fields |= {"local_rope_theta": local, "norm_bias": declared.flag("norm_bias", False)}
     default = "silu" if name == "nomic-bert" else "gelu"
     key = "hidden_activation" if name == "modern-bert" else "hidden_act"
-    return ModelConfig(
+    config = ModelConfig(
         architecture=name,
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -178,8 +178,8 @@ def read_huggingface_encoder(declared: Metadata, architecture: Architecture) -> 
         rope_theta=theta,
         activation=_activation(declared, key, default),
         **fields,
-        **_classifier(declared, architecture, hidden_size),
     )
+    return _with_classifier(config, declared, architecture)
 
 
 def read_gguf_encoder(
@@ -220,7 +220,7 @@ def read_gguf_encoder(
         default = architecture.local_rope_theta or architecture.rope_theta
         fields["local_rope_theta"] = metadata.real(f"{prefix}.rope.freq_base_swa", default) if any(local) else None
     default_act = "silu" if prefix == "nomic-bert" else "gelu"
-    return ModelConfig(
+    config = ModelConfig(
         architecture=prefix,
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -234,31 +234,24 @@ def read_gguf_encoder(
         rope_theta=metadata.real(f"{prefix}.rope.freq_base", architecture.rope_theta),
         activation=_activation(metadata, f"{prefix}.hidden_activation", default_act),
         **fields,
-        **gguf_head(metadata, architecture, tensors),
     )
+    return with_gguf_head(config, metadata, tensors)
 
 
-def gguf_head(metadata: Metadata, architecture: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Head fields of `ModelConfig`, from the tensors of a GGUF file."""
-    layers = []
-    for index in range(2):
-        weight = tensors.get(f"{HEAD}{index}.weight")
-        if weight is None:
-            break
-        is_inner = index == 0 and architecture.name != "gemma-embedding"
-        activation = "gelu_erf" if architecture.name == "modern-bert" else "tanh"
-        names = [f"{HEAD}{index}.bias" in tensors, f"{HEAD}{index}.norm.weight" in tensors]
-        layers.append(HeadLayer(weight.shape[0], activation if is_inner else "", *names))
-    if not layers or architecture.name == "gemma-embedding":
-        return {"head": tuple(layers)}
+def with_gguf_head(config: ModelConfig, metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelConfig:
+    """The configuration with the head that the tensors of a GGUF file show."""
+    is_modern, is_classifier = config.architecture == "modern-bert", config.architecture != "gemma-embedding"
+    layers: list[HeadLayer] = []
+    while len(layers) < 2 and (weight := tensors.get(f"{HEAD}{len(layers)}.weight")) is not None:
+        name = f"{HEAD}{len(layers)}"
+        inner = ("gelu_erf" if is_modern else "tanh") if is_classifier and not layers else ""
+        layers.append(HeadLayer(weight.shape[0], inner, f"{name}.bias" in tensors, f"{name}.norm.weight" in tensors))
+    if not layers or not is_classifier:
+        return replace(config, head=tuple(layers))
     # 1 is the mean, 2 the first token. Files of ModernBERT without the key have the mean (llama.cpp's src/models).
-    default = 1 if architecture.name == "modern-bert" else 2
-    pooling = metadata.integer(f"{architecture.name}.classifier.pooling_type", default)
-    return {
-        "head": tuple(layers),
-        "num_labels": layers[-1].size,
-        "classifier_pooling": "mean" if pooling == 1 else "cls",
-    }
+    pooling = metadata.integer(f"{config.architecture}.classifier.pooling_type", 1 if is_modern else 2)
+    kind = "mean" if pooling == 1 else "cls"
+    return replace(config, head=tuple(layers), num_labels=layers[-1].size, classifier_pooling=kind)
 
 
 def canonical_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -369,7 +362,7 @@ def _activation(declared: Metadata, key: str, default: str) -> str:
     return ACTIVATIONS[name]
 
 
-def _modern_windows(declared: Metadata, architecture: Architecture, num_layers: int) -> dict[str, Any]:
+def _modern_windows(declared: Metadata, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
     size = declared.integer("local_attention", architecture.sliding_window)
     if size < 2:
         raise declared.corrupt(f"local_attention is {size}; at least 2 is expected")
@@ -378,11 +371,11 @@ def _modern_windows(declared: Metadata, architecture: Architecture, num_layers: 
         unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
         if unknown or len(kinds) != num_layers:
             raise declared.corrupt(f"layer_types has {len(kinds)} entries and {unknown}; {num_layers} are expected")
-        return {"windows": tuple(size if kind == "sliding_attention" else 0 for kind in kinds)}
+        return tuple(size if kind == "sliding_attention" else 0 for kind in kinds)
     period = declared.integer("global_attn_every_n_layers", architecture.period)
     if period < 1:
         raise declared.corrupt(f"global_attn_every_n_layers is {period}; at least 1 is expected")
-    return {"windows": tuple(size if layer % period else 0 for layer in range(num_layers))}
+    return tuple(size if layer % period else 0 for layer in range(num_layers))
 
 
 def _modern_theta(declared: Metadata, kind: str, old_key: str, default: float) -> float:
@@ -393,20 +386,20 @@ def _modern_theta(declared: Metadata, kind: str, old_key: str, default: float) -
     return section.real("rope_theta", declared.real(old_key, default))
 
 
-def _classifier(declared: Metadata, architecture: Architecture, hidden_size: int) -> dict[str, Any]:
-    """Head fields of `ModelConfig` for a classifier; none for other models."""
+def _with_classifier(config: ModelConfig, declared: Metadata, architecture: Architecture) -> ModelConfig:
+    """The configuration with the head of a classifier, if the model is one."""
     named = declared.strings("architectures") if "architectures" in declared.values else []
     if not architecture.classifier_name or architecture.classifier_name not in named:
-        return {}
+        return config
     labels = declared.section("id2label").values
     num_labels = declared.integer("num_labels", len(labels) or 2)
     if num_labels < 1:
         raise declared.corrupt(f"num_labels is {num_labels}; at least 1 is expected")
-    inner, pooling = HeadLayer(max(hidden_size, 1), "tanh"), "cls"
+    inner, pooling = HeadLayer(config.hidden_size, "tanh"), "cls"
     if architecture.name == "modern-bert":
         activation = _activation(declared, "classifier_activation", "gelu")
-        inner = HeadLayer(max(hidden_size, 1), activation, declared.flag("classifier_bias", False), norm=True)
+        inner = HeadLayer(config.hidden_size, activation, declared.flag("classifier_bias", False), norm=True)
         pooling = declared.text("classifier_pooling", "cls")
         if pooling not in ("cls", "mean"):
             raise declared.unsupported(f"classifier_pooling {pooling!r}; supported: cls, mean")
-    return {"head": (inner, HeadLayer(num_labels)), "num_labels": num_labels, "classifier_pooling": pooling}
+    return replace(config, head=(inner, HeadLayer(num_labels)), num_labels=num_labels, classifier_pooling=pooling)

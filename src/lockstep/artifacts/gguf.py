@@ -21,8 +21,8 @@ from lockstep.artifacts.encoders import (
     BERT_LIKE,
     GGUF_GLOBAL_NAMES,
     GGUF_LAYER_NAMES,
-    gguf_head,
     read_gguf_encoder,
+    with_gguf_head,
     with_token_type,
 )
 from lockstep.artifacts.fingerprint import file_fingerprint
@@ -136,9 +136,8 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
         **_scales(metadata, prefix, hidden_size, num_layers, num_heads, head_dim),
         **architecture.traits,
-        **(gguf_head(metadata, architecture, tensors) if prefix in GGUF_LAYER_NAMES else {}),
     }
-    return ModelConfig(
+    config = ModelConfig(
         architecture=prefix,
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -158,6 +157,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
         unrotated_layers=tuple(range(_SMOLLM3_PERIOD - 1, num_layers, _SMOLLM3_PERIOD)) if prefix == "smollm3" else (),
         **fields,
     )
+    return with_gguf_head(config, metadata, tensors) if config.bidirectional else config
 
 
 def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Tensor]:

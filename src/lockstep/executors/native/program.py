@@ -31,7 +31,7 @@ class Action(IntEnum):
     EMBED, NORM, QUANTISE, PRODUCT, GATE, ADD, ATTENTION, LOAD, SAVE = range(9)
 
 
-class Part(IntEnum):
+class AttentionPart(IntEnum):
     """Parts of attention, which ``program.hpp`` describes."""
 
     WHOLE, STORE, ATTEND = range(3)
@@ -61,7 +61,7 @@ class Op(NamedTuple):
     adds: bool = False
     offset: int = 0
     centred: bool = False
-    part: Part = Part.WHOLE
+    part: AttentionPart = AttentionPart.WHOLE
     function: int = 0
     epsilon: float = 0.0
     factor: float = 1.0
@@ -240,10 +240,10 @@ class _Builder:
         }  # fmt: skip
         if config.bidirectional:
             size = config.hidden_size
-            self._add(Action.ATTENTION, NONE, in_=together, part=Part.STORE, **fields)
+            self._add(Action.ATTENTION, NONE, in_=together, part=AttentionPart.STORE, **fields)
             self._add(Action.SAVE, NONE, in_=self.state, columns=size)
             self._add(Action.SAVE, NONE, in_=together, out_at=size, columns=queries)
-            self._add(Action.ATTENTION, mixed, in_at=size, part=Part.ATTEND, **fields)
+            self._add(Action.ATTENTION, mixed, in_at=size, part=AttentionPart.ATTEND, **fields)
             self._add(Action.LOAD, self.state, columns=size)
         else:
             self._add(Action.ATTENTION, mixed, in_=together, **fields)
