@@ -6,26 +6,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from lockstep.artifacts.embedding import files_of, from_gguf_metadata, read_sentence_transformers
+from lockstep.artifacts.embedding import DenseModule, files_of, from_gguf_metadata, read_sentence_transformers
 from lockstep.artifacts.metadata import Metadata
-from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+from lockstep.artifacts.model import HeadLayer
+from lockstep.errors import ArtifactError, CorruptArtifactError, UnsupportedArtifactError
 
 MODULES = "sentence_transformers.models."
 IDENTITY = "torch.nn.modules.linear.Identity"
-
-
-def write_tensors(path: Path, **tensors: np.ndarray) -> None:
-    """Write float32 tensors in the safetensors format, with ``__`` for a point in their names."""
-    header, data = {}, b""
-    for name, values in tensors.items():
-        offsets = [len(data), len(data) + 4 * values.size]
-        header[name.replace("__", ".")] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": offsets}
-        data += values.astype("<f4").tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def write_model(path: Path, *kinds: str) -> Path:
@@ -41,9 +30,6 @@ def write_model(path: Path, *kinds: str) -> Path:
         if kind == "Dense":
             config = {"in_features": 4, "out_features": 3, "bias": True, "activation_function": IDENTITY}
             (path / directory / "config.json").write_text(json.dumps(config))
-            write_tensors(
-                path / directory / "model.safetensors", linear__weight=np.ones((3, 4)), linear__bias=np.ones(3)
-            )
     (path / "modules.json").write_text(json.dumps(listed))
     return path
 
@@ -66,10 +52,7 @@ def test_all_modules_and_files_are_read(tmp_path: Path) -> None:
     assert found is not None
     assert (found.pooling, found.normalize, found.max_tokens) == ("mean", True, 256)
     assert (dict(found.prompts), found.default_prompt) == ({"query": "q: ", "document": ""}, "query")
-    [layer] = found.dense
-    assert layer.weight.shape == (3, 4)
-    assert layer.bias is not None
-    assert layer.activation == "identity"
+    assert found.dense == (DenseModule("2_Dense", HeadLayer(3, "", bias=True)),)
     assert files_of(path) == (
         "modules.json",
         "config_sentence_transformers.json",
@@ -134,9 +117,8 @@ def module(**values: object) -> Callable[[Path], object]:
         (edited("1_Pooling/config.json", include_prompt=False), UnsupportedArtifactError),
         (edited("2_Dense/config.json", activation_function="torch.nn.SELU"), UnsupportedArtifactError),
         (edited("2_Dense/config.json", use_residual=True), UnsupportedArtifactError),
-        (edited("2_Dense/config.json", in_features=5), CorruptArtifactError),
-        (edited("2_Dense/config.json", bias=False), CorruptArtifactError),
-        (lambda path: (path / "2_Dense" / "model.safetensors").unlink(), ArtifactNotFoundError),
+        (edited("2_Dense/config.json", out_features=0), CorruptArtifactError),
+        (module(type=f"{MODULES}Dense", path=""), CorruptArtifactError),
         (edited("config_sentence_transformers.json", default_prompt_name="query"), CorruptArtifactError),
         (edited("config_sentence_transformers.json", prompts={"query": 7}), CorruptArtifactError),
         (edited("sentence_bert_config.json", max_seq_length=-1), CorruptArtifactError),
@@ -150,10 +132,22 @@ def test_a_wrong_file_is_refused(tmp_path: Path, change: Callable[[Path], object
     assert str(tmp_path) in str(raised.value)
 
 
-def test_dense_layers_must_fit_each_other(tmp_path: Path) -> None:
-    path = write_model(tmp_path, "Transformer", "Pooling", "Dense", "Dense")
-    with pytest.raises(CorruptArtifactError, match="3 values"):
-        read_sentence_transformers(path)
+@pytest.mark.parametrize(
+    ("config", "ids"),
+    [({"true_token_id": 5, "false_token_id": 3}, (5, 3)), ({"true_token_id": 5}, None), ({"true_token_id": -5}, None)],
+)
+def test_a_reranker_names_the_tokens_of_its_answers(
+    tmp_path: Path, config: dict[str, int], ids: tuple[int, int] | None
+) -> None:
+    path = write_model(tmp_path, "Transformer", "LogitScore")
+    (path / "1_LogitScore" / "config.json").write_text(json.dumps(config))
+    if ids is None:
+        with pytest.raises(ArtifactError):
+            read_sentence_transformers(path)
+        return
+    found = read_sentence_transformers(path)
+    assert found is not None
+    assert found.answer_ids == ids
 
 
 @pytest.mark.parametrize(("kind", "pooling"), [(0, None), (1, "mean"), (2, "cls"), (3, "last"), (4, None)])

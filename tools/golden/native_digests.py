@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lockstep.engine.loading import verify_model
 from lockstep.engine.options import LoadOptions
 from lockstep.executors.native.executor import load_executor
 from lockstep.executors.options import ExecutorOptions
+from tests.executors.native.encoder_models import loaded_encoder, open_encoder_gguf, states_of
 from tests.executors.native.support import SMALL_LLAMA, SMALL_QWEN3, TINY, random_artifact, run
 
 DIGESTS = Path(__file__).resolve().parents[2] / "tests" / "golden" / "native_digests.json"
@@ -56,8 +58,29 @@ def prompt_digest(name: str, isa: str | None = None) -> str:
     return hashlib.blake2b(np.concatenate(logits).tobytes(), digest_size=12).hexdigest()
 
 
+def encoder_cases() -> dict[str, tuple[str, str, str]]:
+    """By name: encoder, encoding of its GGUF file, and precision of keys and values."""
+    return {
+        f"encoder {name} {encoding} {storage}": (name, encoding, storage)
+        for name in ("bert", "xlm-roberta-classifier", "nomic-bert", "modern-bert", "gemma-embedding")
+        for encoding, storage in (("F32", "f32"), ("Q8_0", "f16"))
+    }
+
+
+def encoder_digest(name: str, folder: Path, isa: str | None = None) -> str:
+    """Digest of the hidden states of a text, and of what the head makes of some of them."""
+    encoder, encoding, storage = encoder_cases()[name]
+    artifact = open_encoder_gguf(folder, encoder, encoding)
+    with loaded_encoder(artifact, isa=isa, kv_cache_precision=storage) as executor:
+        [states] = states_of(executor, [np.arange(LENGTH) * 37 % artifact.config.vocab_size])
+        head = executor.project(states[:3]) if executor.head_size else states[:0]
+    return hashlib.blake2b(states.tobytes() + head.tobytes(), digest_size=12).hexdigest()
+
+
 def main() -> None:
     digests = {name: prompt_digest(name) for name in cases()}
+    with tempfile.TemporaryDirectory() as folder:
+        digests |= {name: encoder_digest(name, Path(folder)) for name in encoder_cases()}
     options = LoadOptions(executor=ExecutorOptions())
     digests["pocket://"] = verify_model("pocket://", options).digest or ""
     DIGESTS.write_text(json.dumps(digests, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Architecture table: lists the architectures that the dense decoder supports, with the defaults of their files.
+"""Architecture table: lists the supported decoders and encoders, with the defaults of their files.
 
 Data only. Sources: the configuration and modelling classes of transformers (`configuration_*.py`, `modeling_*.py`), and
 for GGUF llama.cpp's `src/models/*.cpp` and `convert_hf_to_gguf.py`.
@@ -18,6 +18,8 @@ class Architecture:
     """Name in `ModelConfig.architecture`."""
     class_name: str
     """Class name in config.json."""
+    classifier_name: str = ""
+    """Class name of the architecture's classifier; empty: none is supported."""
     model_type: str = ""
     """Model type in config.json; empty: equal to the name."""
     in_gguf: bool = True
@@ -50,6 +52,11 @@ class Architecture:
     sliding_window: int = 0
 
 
+_ENCODER = {"bidirectional": True, "tied_embeddings": True, "layer_norm": True, "embedding_norm": True}
+_BERT = {
+    **_ENCODER, "norm_bias": True, "pre_norm": False, "sum_norm": True, "final_norm": False, "token_type": True,
+}  # fmt: skip
+_PLAIN_BERT = {**_BERT, "attention_bias": True, "gated": False, "mlp_bias": True}
 _POST_NORM = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_whole": True}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -97,6 +104,59 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             period=4,
             rms_norm_eps=1e-5,
             rope_theta=5e5,
+            sliding_window=4096,
+        ),
+        Architecture("bert", "BertModel", "BertForSequenceClassification", traits=_PLAIN_BERT, rms_norm_eps=1e-12),
+        Architecture(
+            "xlm-roberta",
+            "XLMRobertaModel",
+            "XLMRobertaForSequenceClassification",
+            model_type="xlm-roberta",
+            in_gguf=False,
+            traits=_PLAIN_BERT,
+            rms_norm_eps=1e-12,
+        ),
+        Architecture(
+            "nomic-bert",
+            "NomicBertModel",
+            model_type="nomic_bert",
+            traits=_BERT,
+            fused=True,
+            rms_norm_eps=1e-12,
+            rope_theta=1000.0,
+        ),
+        Architecture(
+            "modern-bert",
+            "ModernBertModel",
+            "ModernBertForSequenceClassification",
+            model_type="modernbert",
+            traits={**_ENCODER, "first_norm": False},
+            fused=True,
+            windows="periodic",
+            period=3,
+            rms_norm_eps=1e-5,
+            rope_theta=160000.0,
+            local_rope_theta=1e4,
+            sliding_window=128,
+        ),
+        Architecture(
+            "gemma-embedding",
+            "Gemma3TextModel",
+            model_type="gemma3_text",
+            traits={
+                "bidirectional": True,
+                "qk_norm": True,
+                "post_norm": True,
+                "activation": "gelu_tanh",
+            },
+            norm_offset=1.0,
+            hidden_act="gelu_pytorch_tanh",
+            windows="periodic",
+            period=6,
+            head_dim=256,
+            tied_embeddings=True,
+            rope_theta=1e6,
+            local_rope_theta=1e4,
             sliding_window=4096,
         ),
         Architecture(

@@ -7,18 +7,17 @@ is refused, because its vectors would be wrong without it. ``config_sentence_tra
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from lockstep.artifacts.layout import HEAD
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
-from lockstep.artifacts.model import Tensor
-from lockstep.artifacts.safetensors_file import read_safetensors
-from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+from lockstep.artifacts.model import HeadLayer, ModelConfig, Task
+from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
 Pooling = Literal["mean", "last", "cls"]
 """Which hidden states become the vector: the mean of all tokens, the last token, or the first one."""
@@ -27,6 +26,8 @@ POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 LENGTHS = "sentence_bert_config.json"
+DENSE_WEIGHTS = "model.safetensors"
+"""File with the tensors of a dense module, in its folder."""
 _MAX_MODULES = 16
 _MODES: Mapping[str, Pooling] = MappingProxyType({"cls": "cls", "mean": "mean", "lasttoken": "last"})
 _FORMER_MODES = {
@@ -38,27 +39,23 @@ _FORMER_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 """Flags of versions before 5.3, in the place of ``pooling_mode``."""
-_ACTIVATIONS = MappingProxyType(
-    {
-        "torch.nn.modules.linear.Identity": "identity",
-        "torch.nn.modules.activation.Tanh": "tanh",
-        "torch.nn.modules.activation.GELU": "gelu_erf",
-        "torch.nn.modules.activation.ReLU": "relu",
-    }
-)
+_ACTIVATIONS: Mapping[str, str] = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu_erf", "SiLU": "silu"}
+"""Names of `HeadLayer` by class of torch."""
 _GGUF_POOLINGS: Mapping[int, Pooling] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
 """By ``pooling_type``; 0 is none and 4 is the score of a classifier."""
 
 
 @dataclass(frozen=True, slots=True)
-class DenseLayer:
-    """A layer on the pooled vector: ``activation(weight @ x + bias)``."""
+class DenseModule:
+    """A dense layer on the pooled vector, in a folder of its own."""
 
-    weight: Tensor
-    """[out, in]."""
-    bias: Tensor | None
-    activation: str
-    """``identity``, ``tanh``, ``gelu_erf`` or ``relu``."""
+    folder: str
+    layer: HeadLayer
+
+    def names(self, index: int) -> dict[str, str]:
+        """Canonical names of its tensors as the layer ``index`` of a head, by their names in its file."""
+        kinds = ("weight", "bias") if self.layer.bias else ("weight",)
+        return {f"linear.{kind}": f"{HEAD}{index}.{kind}" for kind in kinds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,10 @@ class EmbeddingConfig:
     pooling: Pooling = "mean"
     normalize: bool = True
     """Whether the model's own pipeline scales vectors to length 1."""
-    dense: tuple[DenseLayer, ...] = ()
+    dense: tuple[DenseModule, ...] = ()
+    answer_ids: tuple[int, int] | None = None
+    """Tokens that mean relevant and not relevant, if the model scores documents by their logits; None: it does not, or
+    its files name no tokens."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts that are put before an input, by name, e.g. ``query``."""
     default_prompt: str | None = None
@@ -88,7 +88,8 @@ def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
     lengths = read_optional_json(path / LENGTHS)
     prompts = read_optional_json(path / PROMPTS)
     pooling: Pooling | None = None
-    dense: list[DenseLayer] = []
+    answer_ids: tuple[int, int] | None = None
+    dense: list[DenseModule] = []
     normalizes = False
     for kind, directory in modules:
         match kind:
@@ -97,22 +98,19 @@ def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
             case "Pooling":
                 pooling = _pooling(read_json(path / directory / "config.json"))
             case "Dense":
-                dense.append(_dense(path / directory))
+                dense.append(_dense(path, directory))
             case "Normalize":
                 normalizes = True
+            case "LogitScore":
+                answer_ids = _answer_ids(read_json(path / directory / "config.json"))
             case _:
                 raise UnsupportedArtifactError(
-                    f"uses the module {kind!r}; the supported ones are Transformer, Pooling, Dense and Normalize",
+                    f"uses the module {kind!r}; the supported ones are Transformer, Pooling, Dense, Normalize and "
+                    "LogitScore",
                     path=path / MODULES,
                 )
-    if pooling is None:
+    if pooling is None and answer_ids is None:
         return None
-    for before, after in itertools.pairwise(dense):
-        if before.weight.shape[0] != after.weight.shape[1]:
-            raise CorruptArtifactError(
-                f"a dense layer gives {before.weight.shape[0]} values and the next one takes {after.weight.shape[1]}",
-                path=path / MODULES,
-            )
     named = prompts.section("prompts")
     texts = {name: named.text(name) for name in named.values}
     default = prompts.text("default_prompt_name", "") or None
@@ -121,7 +119,39 @@ def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
     longest = lengths.integer("max_seq_length", 0)
     if longest < 0:
         raise lengths.corrupt(f"'max_seq_length' is {longest}; a number of tokens is expected")
-    return EmbeddingConfig(pooling, normalizes, tuple(dense), MappingProxyType(texts), default, longest or None)
+    return EmbeddingConfig(
+        pooling or "last", normalizes, tuple(dense), answer_ids, MappingProxyType(texts), default, longest or None
+    )
+
+
+def task_of(config: ModelConfig, embedding: EmbeddingConfig | None) -> Task:
+    """What a model is for, by its configuration and by the files that describe its vectors."""
+    if config.num_labels or (embedding is not None and embedding.answer_ids is not None):
+        return "rerank"
+    return "embed" if config.bidirectional or embedding is not None else "generate"
+
+
+def embedding_of(config: ModelConfig, embedding: EmbeddingConfig | None) -> EmbeddingConfig | None:
+    """How a model makes vectors; None: its files do not say so.
+
+    An encoder without a description pools the mean, as sentence-transformers does. A classifier has its own pooling.
+    """
+    if config.num_labels:
+        return EmbeddingConfig("mean" if config.classifier_pooling == "mean" else "cls", normalize=False)
+    return EmbeddingConfig() if embedding is None and config.bidirectional else embedding
+
+
+def with_dense_modules(config: ModelConfig, modules: Sequence[DenseModule], path: Path) -> ModelConfig:
+    """Add the layers of dense modules to the head of an encoder.
+
+    Raises:
+        UnsupportedArtifactError: the model is a decoder.
+    """
+    if modules and not config.bidirectional:
+        raise UnsupportedArtifactError(
+            "has dense modules behind a decoder, which is not supported", path=path / MODULES
+        )
+    return replace(config, head=config.head + tuple(module.layer for module in modules))
 
 
 def files_of(path: Path) -> tuple[str, ...]:
@@ -131,7 +161,7 @@ def files_of(path: Path) -> tuple[str, ...]:
     names = [name for name in (MODULES, PROMPTS, LENGTHS) if (path / name).is_file()]
     for _, directory in _modules(path):
         if directory:
-            inner = [f"{directory}/{name}" for name in ("config.json", "model.safetensors")]
+            inner = [f"{directory}/{name}" for name in ("config.json", DENSE_WEIGHTS)]
             names += [name for name in inner if (path / name).is_file()]
     return tuple(names)
 
@@ -194,21 +224,25 @@ def _pooling(config: Metadata) -> Pooling:
     return _MODES[str(mode)]
 
 
-def _dense(directory: Path) -> DenseLayer:
-    config = read_json(directory / "config.json")
-    activation = config.text("activation_function", "torch.nn.modules.activation.Tanh")
+def _answer_ids(declared: Metadata) -> tuple[int, int]:
+    ids = (declared.integer("true_token_id"), declared.integer("false_token_id", -1))
+    if ids[1] < 0:
+        raise declared.unsupported("scores by the logit of one token; two tokens are supported")
+    if ids[0] < 0:
+        raise declared.corrupt(f"'true_token_id' is {ids[0]}; a token id is expected")
+    return ids
+
+
+def _dense(path: Path, folder: str) -> DenseModule:
+    if not folder:
+        raise CorruptArtifactError("has a dense module without a folder", path=path / MODULES)
+    declared = read_json(path / folder / "config.json")
+    activation = declared.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if activation not in _ACTIVATIONS:
-        raise config.unsupported(f"has the activation {activation!r}; the supported ones are {', '.join(_ACTIVATIONS)}")
-    if config.flag("use_residual", False):
-        raise config.unsupported("adds its input to its output, which is not supported")
-    file = directory / "model.safetensors"
-    if not file.is_file():
-        raise ArtifactNotFoundError("has no model.safetensors; pickles are never loaded: convert it", path=directory)
-    tensors = read_safetensors(file)
-    shape = (config.integer("out_features"), config.integer("in_features"))
-    weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias")
-    if weight is None or weight.shape != shape:
-        raise CorruptArtifactError(f"has no linear.weight of shape {list(shape)}", path=file)
-    if config.flag("bias", True) != (bias is not None) or (bias is not None and bias.shape != shape[:1]):
-        raise CorruptArtifactError(f"has no linear.bias of {shape[0]} values, or one that is not declared", path=file)
-    return DenseLayer(weight, bias, _ACTIVATIONS[activation])
+        raise declared.unsupported(f"has the activation {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
+    if declared.flag("use_residual", False):
+        raise declared.unsupported("adds its input to its output, which is not supported")
+    size = declared.integer("out_features")
+    if size < 1:
+        raise declared.corrupt(f"'out_features' is {size}; at least 1 is expected")
+    return DenseModule(folder, HeadLayer(size, _ACTIVATIONS[activation], declared.flag("bias", True)))

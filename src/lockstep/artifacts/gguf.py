@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
-from lockstep.artifacts.embedding import from_gguf_metadata
+from lockstep.artifacts.embedding import embedding_of, from_gguf_metadata, task_of
+from lockstep.artifacts.encoders import (
+    BERT_LIKE,
+    GGUF_GLOBAL_NAMES,
+    GGUF_LAYER_NAMES,
+    read_gguf_encoder,
+    with_gguf_head,
+    with_token_type,
+)
 from lockstep.artifacts.fingerprint import file_fingerprint
 from lockstep.artifacts.generation_config import from_gguf
 from lockstep.artifacts.gguf_file import GgufFile, read_gguf
@@ -97,8 +105,8 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
         load_tokenizer=functools.partial(read_vocabulary, file.metadata, config.vocab_size),
         bytes_by_encoding=bytes_by_encoding(tensors.values()),
         sampling_defaults=from_gguf(file.metadata.values, path),
-        task="generate" if embedding is None else "embed",
-        embedding=embedding,
+        task=task_of(config, embedding),
+        embedding=embedding_of(config, embedding),
     )
 
 
@@ -119,6 +127,8 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
     embedding = tensors.get(EMBEDDING)
     if embedding is None:
         raise CorruptArtifactError("has no tensor 'token_embd.weight'", path=file.path)
+    if prefix in BERT_LIKE:
+        return read_gguf_encoder(metadata, architecture, tensors, metadata.integer(f"{prefix}.context_length"))
     hidden_size = metadata.integer(f"{prefix}.embedding_length")
     num_layers = metadata.integer(f"{prefix}.block_count")
     check_num_layers(num_layers, file.path)
@@ -133,7 +143,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
         **_scales(metadata, prefix, hidden_size, num_layers, num_heads, head_dim),
         **architecture.traits,
     }
-    return ModelConfig(
+    config = ModelConfig(
         architecture=prefix,
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -153,6 +163,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
         unrotated_layers=tuple(range(_SMOLLM3_PERIOD - 1, num_layers, _SMOLLM3_PERIOD)) if prefix == "smollm3" else (),
         **fields,
     )
+    return with_gguf_head(config, metadata, tensors) if config.bidirectional else config
 
 
 def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Tensor]:
@@ -161,18 +172,22 @@ def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Te
     names = dict(_LAYER_NAMES)
     if row is not None and row.traits.get("post_norm", False):
         names |= _POST_NORM_NAMES
-    if row is not None and row.fused:
+    global_names = dict(_GLOBAL_NAMES)
+    if architecture in GGUF_LAYER_NAMES:
+        names |= GGUF_LAYER_NAMES[architecture]
+        global_names |= GGUF_GLOBAL_NAMES
+    elif row is not None and row.fused:
         names |= _FUSED_NAMES
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in ROPE_TENSORS:
             continue
-        canonical = _GLOBAL_NAMES.get(name, name)
+        canonical = global_names.get(name, name)
         layer = _LAYER.fullmatch(name)
         if layer is not None and layer[2] in names:
             canonical = f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
         renamed[canonical] = replace(tensor, name=canonical)
-    return renamed
+    return with_token_type(renamed)
 
 
 def _interleaved(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -221,8 +236,9 @@ def _scales(
     metadata: Metadata, prefix: str, hidden_size: int, num_layers: int, num_heads: int, head_dim: int
 ) -> dict[str, float | None]:
     """Scaling factors under the names of `ModelConfig`. Gemma's are constants in llama.cpp's code, not in its files."""
-    if prefix == "gemma3":
-        scaled_by = hidden_size // max(num_heads, 1) if num_layers == _GEMMA3_27B_LAYERS else head_dim
+    if prefix in ("gemma3", "gemma-embedding"):
+        is_largest = prefix == "gemma3" and num_layers == _GEMMA3_27B_LAYERS
+        scaled_by = hidden_size // max(num_heads, 1) if is_largest else head_dim
         return {"embedding_scale": max(hidden_size, 0) ** 0.5, "attention_scale": max(scaled_by, 1) ** -0.5}
     if prefix == "granite":
         attention = metadata.real(f"{prefix}.attention.scale", 0.0)
@@ -237,7 +253,7 @@ def _scales(
 
 def _windows(metadata: Metadata, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
     """Window sizes as in llama.cpp, which implements windows for gemma3 and olmo2 only and ignores those of phi3."""
-    periods = {"gemma3": architecture.period, "olmo2": _OLMO3_PERIOD}
+    periods = {"gemma3": architecture.period, "gemma-embedding": architecture.period, "olmo2": _OLMO3_PERIOD}
     size = metadata.integer(f"{architecture.name}.attention.sliding_window", 0)
     if architecture.name not in periods or size == 0:
         return ()

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.artifacts.charsmap import charsmap_fault, charsmaps_of
-from lockstep.artifacts.embedding import EmbeddingConfig, files_of, read_sentence_transformers
+from lockstep.artifacts.embedding import (
+    DENSE_WEIGHTS,
+    DenseModule,
+    EmbeddingConfig,
+    embedding_of,
+    files_of,
+    read_sentence_transformers,
+    task_of,
+    with_dense_modules,
+)
+from lockstep.artifacts.encoders import canonical_tensors
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
 from lockstep.artifacts.huggingface_config import read_config
@@ -44,14 +55,19 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     """
     declared = read_json(path / "config.json")
     config = read_config(declared)
+    embedding = read_sentence_transformers(path)
+    modules = () if embedding is None or config.num_labels else embedding.dense
+    config = with_dense_modules(config, modules, path)
     check_config(config, declared.path)
     generation = read_optional_json(path / "generation_config.json")
     defaults = from_generation_config(generation.values, generation.path)
     files = weight_files(path)
-    tensors = split_fused(config, _read_all(path, files), path)
+    tensors = _read_all(path, files)
+    if config.bidirectional:
+        tensors = canonical_tensors(config, tensors) | _dense_tensors(path, modules)
+    tensors = split_fused(config, tensors, path)
     check_tensors(config, tensors, path)
     small = [name for name in SMALL_FILES if (path / name).is_file()]
-    embedding = read_sentence_transformers(path)
     return Artifact(
         source=source,
         name=path.absolute().name,
@@ -63,9 +79,22 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         weights=MappedWeights(path, tensors),
         load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation), embedding),
         sampling_defaults=defaults,
-        task="generate" if embedding is None else "embed",
-        embedding=embedding,
+        task=task_of(config, embedding),
+        embedding=embedding_of(config, embedding),
     )
+
+
+def _dense_tensors(path: Path, modules: Sequence[DenseModule]) -> dict[str, Tensor]:
+    """Tensors of the dense modules under their canonical names."""
+    tensors: dict[str, Tensor] = {}
+    for index, module in enumerate(modules):
+        file = path / module.folder / DENSE_WEIGHTS
+        found = read_safetensors(file)
+        for name, canonical in module.names(index).items():
+            if name not in found:
+                raise CorruptArtifactError(f"has no tensor {name!r}", path=file)
+            tensors[canonical] = replace(found[name], name=canonical)
+    return tensors
 
 
 def weight_files(path: Path) -> list[str]:
@@ -125,6 +154,7 @@ def read_tokenizer(
         end_token_ids=end_token_ids(named if eos_id is None else [*named, eos_id], special),
         prompts={} if embedding is None else embedding.prompts,
         default_prompt=None if embedding is None else embedding.default_prompt,
+        answer_ids=None if embedding is None else embedding.answer_ids,
     )
 
 

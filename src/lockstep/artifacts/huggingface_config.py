@@ -15,6 +15,7 @@ from decimal import Context, Decimal
 from typing import Any
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
+from lockstep.artifacts.encoders import BERT_LIKE, read_huggingface_encoder
 from lockstep.artifacts.layout import check_num_layers
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import ModelConfig, RopeScaling
@@ -32,6 +33,8 @@ def read_config(declared: Metadata) -> ModelConfig:
         CorruptArtifactError: a value is missing or has the wrong type.
     """
     architecture = _architecture(declared)
+    if architecture.name in BERT_LIKE:
+        return read_huggingface_encoder(declared, architecture)
     _refuse_variants(declared, architecture)
     hidden_size = declared.integer("hidden_size")
     num_layers = declared.integer("num_hidden_layers")
@@ -112,7 +115,8 @@ def _log(x: float) -> float:
 
 def _architecture(declared: Metadata) -> Architecture:
     """Find the architecture: by class name if config.json has one, because classifiers share the model type."""
-    by_class = {row.class_name: row for row in ARCHITECTURES.values()}
+    rows = ARCHITECTURES.values()
+    by_class = {name: row for row in rows for name in (row.class_name, row.classifier_name) if name}
     known = ", ".join(by_class)
     if "architectures" in declared.values:
         names = declared.strings("architectures")
@@ -139,14 +143,14 @@ def _refuse_variants(declared: Metadata, architecture: Architecture) -> None:
     elif "quantization_config" in declared.values:
         method = declared.section("quantization_config").values.get("quant_method", "unknown")
         problem = f"weights quantised by {method!r}; float safetensors, or a GGUF file, are supported"
-    elif declared.flag("use_bidirectional_attention", False):
-        problem = "use_bidirectional_attention; causal attention is supported"
     elif architecture.has_shared_mlp and declared.integer("num_local_experts", 8) != 0:
         problem = "experts (num_local_experts); models without experts are supported"
     elif architecture.has_shared_mlp and "layer_types" not in declared.values:
         problem = "layers without attention (no layer_types); attention in every layer is supported"
     elif architecture.name == "mistral3" and "rope_parameters" not in declared.values:
         problem = "no rope_parameters; their defaults have changed between versions of transformers"
+    elif declared.flag("use_bidirectional_attention", False) != bool(architecture.traits.get("bidirectional", False)):
+        problem = f"use_bidirectional_attention in a {architecture.class_name}; it belongs to Gemma3TextModel"
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in declared.values:
             problem = f"{key}; scores and logits without a cap are supported"
@@ -156,7 +160,7 @@ def _refuse_variants(declared: Metadata, architecture: Architecture) -> None:
 
 def _scales(declared: Metadata, architecture: Architecture, hidden_size: int) -> dict[str, float]:
     """Scaling factors of the architecture, under the names of `ModelConfig`."""
-    if architecture.name == "gemma3":
+    if architecture.name in ("gemma3", "gemma-embedding"):
         scalar = declared.real("query_pre_attn_scalar", 256)
         if scalar <= 0:
             raise declared.corrupt(f"query_pre_attn_scalar is {scalar}; a positive number is expected")

@@ -1,4 +1,4 @@
-"""Tensor layout of a dense decoder: defines canonical names and shapes, and provides views under these names.
+"""Tensor layout of a model: defines canonical names and shapes, and provides views under these names.
 
 llama.cpp's rope permutation is reversed on access. Fused projections are split into views.
 """
@@ -20,9 +20,16 @@ from lockstep.spelling import nearest
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+POSITIONS = "model.embed_positions.weight"
+TOKEN_TYPE = "model.embed_type.weight"
+"""A vector: the embedding of token type 0."""
+EMBEDDING_NORM, FINAL_NORM = "model.embed_norm", "model.norm"
+HEAD = "head."
+"""Beginning of the names of an encoder's dense layers, which have numbers: ``head.0.weight``."""
 _MAX_SIZE = 1 << 24
 """Maximum size of a dimension. No supported model has a larger one."""
 _MAX_LAYERS = 1024
+_MAX_HEAD_LAYERS = 8
 _NO_HEADS: Mapping[str, int] = {}
 
 
@@ -56,9 +63,29 @@ def check_config(config: ModelConfig, path: Path) -> None:
         raise CorruptArtifactError(
             f"sliding windows {list(config.windows)[:8]}; one of at least 0 tokens per layer is expected", path=path
         )
+    _check_encoder(config, path)
     for what, value in _positive_numbers(config).items():
         if not (math.isfinite(value) and value > 0):
             raise CorruptArtifactError(f"{what} is {value}; a positive number is expected", path=path)
+
+
+def _check_encoder(config: ModelConfig, path: Path) -> None:
+    sizes = {"number of positions": config.num_positions, "number of labels": config.num_labels}
+    sizes |= {f"size of layer {index} of the head": each.size for index, each in enumerate(config.head)}
+    for what, size in sizes.items():
+        if not 0 <= size <= _MAX_SIZE:
+            raise CorruptArtifactError(f"the {what} is {size}; at most {_MAX_SIZE} is expected", path=path)
+    if len(config.head) > _MAX_HEAD_LAYERS or any(each.size < 1 for each in config.head):
+        raise CorruptArtifactError(
+            f"a head of {len(config.head)} dense layers; at most {_MAX_HEAD_LAYERS} of at least 1 feature are expected",
+            path=path,
+        )
+    if config.num_positions and not 0 <= config.position_offset <= config.num_positions - config.max_model_len:
+        raise CorruptArtifactError(
+            f"{config.num_positions} position embeddings, of which the first {config.position_offset} are not used; "
+            f"there must be one for each of {config.max_model_len} tokens",
+            path=path,
+        )
 
 
 def check_num_layers(num_layers: int, path: Path) -> None:
@@ -78,7 +105,10 @@ class LayerNorms:
 
 
 def layer_norms(config: ModelConfig) -> LayerNorms:
-    """Names as in Hugging Face. In most models, the norm before the feed-forward is ``post_attention_layernorm``."""
+    """Names as in Hugging Face. In most models, the norm before the feed-forward is ``post_attention_layernorm``. Norms
+    after attention and feed-forward are those of outputs, or of the residual (`ModelConfig.sum_norm`)."""
+    if config.sum_norm:
+        return LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
     if not config.post_norm:
         return LayerNorms("input_layernorm", None, "post_attention_layernorm", None)
     return LayerNorms(
@@ -95,16 +125,24 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     norms = layer_norms(config)
     names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
-    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in names if name is not None}
+    layer: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        layer |= {} if name is None else _norm_tensors(config, name, hidden)
     layer |= {
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate_proj.weight": (inner, hidden),
+        **({"mlp.gate_proj.weight": (inner, hidden)} if config.gated else {}),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.mlp_bias:
+        layer |= {
+            **({"mlp.gate_proj.bias": (inner,)} if config.gated else {}),
+            "mlp.up_proj.bias": (inner,),
+            "mlp.down_proj.bias": (hidden,),
+        }
     if config.attention_bias:
         layer |= {
             "self_attn.q_proj.bias": (queries,),
@@ -115,12 +153,39 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         sizes = (queries, keys) if config.qk_norm_whole else (config.head_dim, config.head_dim)
         layer |= {"self_attn.q_norm.weight": sizes[:1], "self_attn.k_norm.weight": sizes[1:]}
     expected: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+    if config.num_positions:
+        expected[POSITIONS] = (config.num_positions, hidden)
+    if config.token_type:
+        expected[TOKEN_TYPE] = (hidden,)
+    if config.embedding_norm:
+        expected |= _norm_tensors(config, EMBEDDING_NORM, hidden)
     for index in range(config.num_layers):
-        expected |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    expected["model.norm.weight"] = (hidden,)
-    if not config.tied_embeddings:
+        own = {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        if index == 0 and not config.first_norm:
+            own = {name: shape for name, shape in own.items() if ".input_layernorm." not in name}
+        expected |= own
+    if config.final_norm:
+        expected |= _norm_tensors(config, FINAL_NORM, hidden)
+    if not config.tied_embeddings and not config.bidirectional:
         expected[LM_HEAD] = (config.vocab_size, hidden)
-    return expected
+    return expected | _head_tensors(config)
+
+
+def _norm_tensors(config: ModelConfig, name: str, size: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.{kind}": (size,) for kind in ("weight", "bias")[: 1 + config.norm_bias]}
+
+
+def _head_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    tensors: dict[str, tuple[int, ...]] = {}
+    columns = config.hidden_size
+    for index, layer in enumerate(config.head):
+        tensors[f"head.{index}.weight"] = (layer.size, columns)
+        if layer.bias:
+            tensors[f"head.{index}.bias"] = (layer.size,)
+        if layer.norm:
+            tensors |= _norm_tensors(config, f"head.{index}.norm", layer.size)
+        columns = layer.size
+    return tensors
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> None:

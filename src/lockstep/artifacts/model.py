@@ -80,8 +80,21 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """One dense layer of the head of an encoder: a product, its activation, and a norm."""
+
+    size: int
+    """Number of output features."""
+    activation: str = ""
+    """``tanh``, ``relu``, ``gelu_erf``, ``gelu_tanh``, ``silu``, or empty for none."""
+    bias: bool = True
+    norm: bool = False
+    """Whether the results are normalized, as the model's other norms do it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Configuration of a dense decoder. Differences between architectures are fields, not subclasses."""
+    """Configuration of a dense decoder or encoder. Differences between architectures are fields, not subclasses."""
 
     architecture: str
     """Name in `architectures.ARCHITECTURES`."""
@@ -95,6 +108,7 @@ class ModelConfig:
     max_model_len: int
     """Context length that the artifact declares, in tokens."""
     rms_norm_eps: float
+    """Epsilon of all norms."""
     rope_theta: float
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
@@ -111,7 +125,8 @@ class ModelConfig:
     norm_offset: float = 0.0
     """Offset added to every norm weight, because some files store the difference from one."""
     activation: str = "silu"
-    """Activation of the feed-forward gate: ``silu`` or ``gelu_tanh``."""
+    """Activation of the feed-forward gate, or of the feed-forward without one: ``silu``, ``gelu_tanh``, ``gelu_erf`` or
+    ``relu``."""
     attention_scale: float | None = None
     """Factor of the attention scores; None: head_dim ** -0.5."""
     embedding_scale: float = 1.0
@@ -121,11 +136,39 @@ class ModelConfig:
     rotary_dim: int | None = None
     """Number of leading dimensions of each head that are rotated; None: all."""
     windows: tuple[int, ...] = ()
-    """Number of tokens that a query sees, including itself, per layer; 0: all earlier ones. Empty: no windows."""
+    """Number of tokens that a query sees, including itself, per layer; 0: all. Empty: no windows. In bidirectional
+    models, a query sees half as many tokens on each side, rounded down, and itself."""
     local_rope_theta: float | None = None
     """Rope base in layers with a window, which are never scaled; None: all layers use the same rope."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers without rotary embedding."""
+    bidirectional: bool = False
+    """Whether tokens see later tokens. Such an encoder has hidden states and no logits."""
+    layer_norm: bool = False
+    """Whether norms subtract the mean. Otherwise they are RMS norms."""
+    norm_bias: bool = False
+    sum_norm: bool = False
+    """Whether the residual is normalized after each addition, instead of the inputs."""
+    embedding_norm: bool = False
+    """Whether the embeddings are normalized."""
+    first_norm: bool = True
+    """Whether the first layer normalizes the input of its attention, if the others do."""
+    final_norm: bool = True
+    gated: bool = True
+    """Whether the feed-forward has a gate. Otherwise it is one product, its activation, and another product."""
+    mlp_bias: bool = False
+    num_positions: int = 0
+    """Rows of the table of position embeddings, which are added to those of tokens; 0: no table."""
+    position_offset: int = 0
+    """Row of the first position in this table."""
+    token_type: bool = False
+    """Whether the embedding of token type 0 is added to those of tokens."""
+    head: tuple[HeadLayer, ...] = ()
+    """Dense layers that are applied to a pooled vector, in order."""
+    num_labels: int = 0
+    """Number of scores of a classifier, whose head they leave; 0: the model embeds text."""
+    classifier_pooling: str = ""
+    """Pooling before a classifier: ``cls`` for the first token, or ``mean``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +187,8 @@ class TokenizerParts:
     """Texts that are put before a text to embed, by name, e.g. ``query``."""
     default_prompt: str | None = None
     """Name of the prompt that is used if a request names none; None: no prompt."""
+    answer_ids: tuple[int, int] | None = None
+    """Tokens of a reranker that mean relevant and not relevant; None: those of ``yes`` and ``no``."""
 
 
 Task = Literal["generate", "embed", "rerank"]

@@ -171,7 +171,9 @@ class OutputProcessor:
     def _projected(self, vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Apply the model's layers for pooled vectors, if it has any."""
         executor = self._executor
-        return executor.project(vector[np.newaxis])[0] if isinstance(executor, VectorHead) else vector
+        if isinstance(executor, VectorHead) and executor.head_size is not None:
+            return executor.project(vector[np.newaxis])[0]
+        return vector
 
     def undo_finishes(self, plan: StepPlan) -> list[int]:
         """Undo the ends of sequences after a step that failed before its commit. Returns the ids of the plan's

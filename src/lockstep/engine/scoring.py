@@ -70,7 +70,7 @@ def pair_request(
     )
     messages = ({"role": "system", "content": _SYSTEM}, {"role": "user", "content": question})
     conversation = Conversation(messages, {"enable_thinking": False}, reasoning="off")
-    answers = tuple(_only_token(tokenizer, word) for word in (YES, NO))
+    answers = tokenizer.parts.answer_ids or tuple(_only_token(tokenizer, word) for word in (YES, NO))
     return replace(call, prompt=conversation, document=None, instruction=None, logit_ids=answers)
 
 

@@ -23,9 +23,9 @@ class Geometry:
     """Shapes and limits of a loaded model, as measured by loading."""
 
     block_size: int
-    """Tokens per KV block."""
+    """Positions per KV block: tokens, times the stages."""
     bytes_per_block: int
-    """Bytes of one block over all layers, keys and values."""
+    """Bytes of one block over all layers, keys and values, and what an encoder keeps of each token."""
     num_layers: int
     max_model_len: int
     vocab_size: int
@@ -125,11 +125,19 @@ class HiddenStates(Protocol):
 
 @runtime_checkable
 class VectorHead(Protocol):
-    """Additional protocol of an `Executor` whose model ends with layers on the pooled vector: the dense layers of an
-    embedding model, or a classifier."""
+    """Additional protocol of an `Executor` whose model may have dense layers that apply to a pooled vector."""
+
+    @property
+    def head_size(self) -> int | None:
+        """Size of the vectors, or number of the scores, that `project` returns; None: the model has no such layers."""
+        ...
 
     def project(self, vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Apply the layers to ``vectors`` [n, hidden_size]: [n, size]."""
+        """Apply the layers to vectors [n, hidden_size]: [n, head_size]. Call this between two calls of ``execute``.
+
+        Raises:
+            ExecutorError: the model has no such layers, or the vectors have another size.
+        """
         ...
 
 

@@ -280,6 +280,7 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
     end_token_ids: tuple[int, ...]
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
+    answer_ids: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, parts: TokenizerParts) -> TokenizerPayload:
@@ -291,6 +292,7 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
             parts.end_token_ids,
             dict(parts.prompts),
             parts.default_prompt,
+            parts.answer_ids,
         )
 
     def parts(self) -> TokenizerParts:
@@ -305,6 +307,7 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
             self.end_token_ids,
             self.prompts,
             self.default_prompt,
+            self.answer_ids,
         )
 
 

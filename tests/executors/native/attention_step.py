@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.executors.native.executor import BLOCK_TOKENS
-from lockstep.executors.native.forward import STORAGES
+from lockstep.executors.native.forward import BLOCK_TOKENS, STORAGES
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -28,6 +27,8 @@ class Heads:
     rotary_dim: int = 0
     is_normed: bool = False
     """Queries and keys are normalised."""
+    is_bidirectional: bool = False
+    """Tokens see later ones, and a window reaches half its size to each side."""
 
     @property
     def norms(self) -> Floats:
@@ -88,6 +89,9 @@ def step_of(
         "blocks": [block for chunk in chunks for block in chunk.table],
     }
     plan |= {name: faults.pop(name) for name in plan if name in faults}
+    lengths = [chunk.past + len(chunk.queries) for chunk in chunks]
+    totals = np.array(faults.pop("totals", lengths), np.int32)
+    num_rotations = faults.pop("num_rotations", min(totals.max(), 4096))
     positions = [chunk.past + np.arange(len(chunk.queries)) for chunk in chunks]
     arrays: dict[str, npt.NDArray[Any]] = {
         "projected": np.concatenate([np.concatenate([c.queries, c.keys, c.values], axis=1) for c in chunks]),
@@ -95,6 +99,9 @@ def step_of(
         "plan": np.concatenate(list(plan.values())).astype(np.int32),
         "cache": cache,
     }
+    if heads.is_bidirectional:
+        arrays["totals"] = totals
+        arrays["rotary"] = heads.rotary(np.arange(num_rotations)).astype(np.float32)
     if heads.is_normed:
         arrays["norms"] = heads.norms
     arrays["out"] = np.full((len(arrays["projected"]), heads.heads, heads.head_dim), np.nan, np.float32)
@@ -134,6 +141,8 @@ def reference(heads: Heads, chunk: Chunk) -> npt.NDArray[np.float64]:
     scores = np.einsum("qhd,khd->hqk", queries, keys) * heads.head_dim**-0.5
     ages = np.arange(length)[:, None] - np.arange(length)[None, :]
     seen = (ages >= 0) & (ages < (heads.window or length))
+    if heads.is_bidirectional:
+        seen = np.abs(ages) <= (heads.window // 2 if heads.window else length)
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)

@@ -18,7 +18,7 @@ from hatch_build import cpp_compiler, native_flags
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 ISAS = ("portable", "avx2", "avx512")
-GATES = ("silu", "gelu_tanh", "gelu_erf")
+GATES = ("silu", "gelu_tanh", "gelu_erf", "relu", "tanh")
 FLOAT_TYPES = ("f32", "f16", "bf16")
 CPP = Path(__file__).resolve().parents[3] / "src" / "lockstep" / "executors" / "native" / "cpp"
 RUNS_HERE = 2
@@ -70,11 +70,20 @@ class Elements:
         self.call("norm", rows_of(x), rows_of(weight), *numbers, rows_of(result))
         return result
 
+    def layer_norm(self, x: Floats, weights: Floats, epsilon: float = 1e-5) -> Floats:
+        """The norm with weights and biases [2, columns]."""
+        result: Floats = np.full(x.shape, 77, np.float32)
+        self.call("layer_norm", rows_of(x), rows_of(weights), ctypes.c_float(epsilon), rows_of(result))
+        return result
+
     def add(self, x: Floats, y: Floats, factor: float = 1.0) -> Floats:
         return self.map("add", x, y, ctypes.c_float(factor))
 
     def gate(self, function: str, gate: Floats, up: Floats) -> Floats:
         return self.map("gate", GATES.index(function), gate, up)
+
+    def activate(self, function: str, x: Floats) -> Floats:
+        return self.map("activate", GATES.index(function), x)
 
     def cap(self, x: Floats, cap: float) -> Floats:
         return self.map("cap", x, ctypes.c_float(cap))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from lockstep.executors.native.forward import BLOCK_TOKENS
 from tests.executors.native.attention_step import Chunk, Floats, Heads, random_chunk, reference, step_of, table_for
 from tests.executors.native.native_elements import Elements
 
@@ -34,7 +36,7 @@ UNUSUAL = (
 ERRORS = {"f32": 2e-6, "f16": 2e-3, "int8": 3e-2}
 ITEM = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ITEM, ctypes.c_void_p)
-SIZES = ("projected", "rotary", "norms", "cache", "out")
+SIZES = ("projected", "rotary", "norms", "cache", "out", "totals", "queries")
 
 
 class Step(ctypes.Structure):
@@ -46,8 +48,12 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_blocks", "plan_size")),
         *((name, ctypes.c_void_p) for name in ("projected", "rotary", "norms", "plan", "cache")),
         ("block_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        *((f"{name}_size", ctypes.c_int64) for name in SIZES),
+        *((name, ctypes.c_void_p) for name in ("out", "totals", "queries")),
+        ("query_stride", ctypes.c_int64),
+        *((f"{name}_size", ctypes.c_int64) for name in ("projected", "rotary", "norms")),
+        ("cache_bytes", ctypes.c_int64),
+        *((f"{name}_size", ctypes.c_int64) for name in ("out", "totals")),
+        ("queries_bytes", ctypes.c_int64),
     )
 
 
@@ -70,6 +76,15 @@ class Reversed:
             item(work, index)
 
 
+BIDIRECTIONAL = (
+    *(Heads(6, 2, 64, storage, rotary_dim=64, is_bidirectional=True) for storage in ("f32", "f16", "int8")),
+    Heads(12, 12, 32, is_bidirectional=True),
+    Heads(4, 4, 16, window=128, rotary_dim=16, is_bidirectional=True),
+    Heads(3, 1, 256, "int8", window=41, rotary_dim=24, is_normed=True, is_bidirectional=True),
+    Heads(2, 2, 8, window=1, is_bidirectional=True),
+)
+
+
 def attend(
     native: Elements,
     heads: Heads,
@@ -82,6 +97,7 @@ def attend(
     numbers, arrays = step_of(heads, cache, *chunks, **{k: v for k, v in faults.items() if not k.endswith("_size")})
     sizes = {f"{name}_size": arrays[name].size if name in arrays else 0 for name in SIZES}
     sizes |= {name: size for name, size in faults.items() if name.endswith("_size")}
+    sizes["queries_bytes"], sizes["cache_bytes"] = sizes.pop("queries_size"), sizes.pop("cache_size")
     pointers = {name: array.ctypes.data for name, array in arrays.items()}
     step = Step(**{**numbers, **pointers, **sizes})
     function = native.library.native_attention
@@ -94,7 +110,7 @@ def attend(
     return out
 
 
-@pytest.mark.parametrize("heads", [*USUAL, *UNUSUAL], ids=str)
+@pytest.mark.parametrize("heads", [*USUAL, *UNUSUAL, *BIDIRECTIONAL], ids=str)
 def test_it_is_right_and_alike_with_every_instruction_set(isas: list[Elements], heads: Heads) -> None:
     whole = random_chunk(np.random.default_rng(2), heads, 150, table_for(150))
     answers, caches = [], []
@@ -120,6 +136,41 @@ def test_a_row_has_its_bits_alone_in_a_prompt_and_however_work_is_shared(best: E
         workers = Reversed(threads)
         assert np.array_equal(attend(best, heads, heads.cache(12), [whole], workers), expected)
         assert workers.num_items > length
+
+
+@pytest.mark.parametrize("heads", BIDIRECTIONAL, ids=str)
+def test_kept_queries_give_the_bits_of_projected_ones_in_any_division(best: Elements, heads: Heads) -> None:
+    length = 300
+    whole = random_chunk(np.random.default_rng(3), heads, length, table_for(length)[::-1])
+    cache = heads.cache(12)
+    expected = attend(best, heads, cache, [whole])
+    blocks = np.zeros((12, BLOCK_TOKENS, heads.heads * heads.head_dim), np.float32)
+    for position, queries in enumerate(whole.queries):
+        blocks[whole.table[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = queries.ravel()
+    both = np.concatenate([cache, blocks.reshape(12, -1).view(np.uint8)], axis=1)
+    queries = both.reshape(-1)[heads.block_bytes :]
+    kept = {"queries": queries.ctypes.data, "queries_size": len(queries), "query_stride": 4 * blocks.shape[2]}
+    other = random_chunk(np.random.default_rng(4), heads, 40, (11, 5))
+    for cuts in ((0, 300), (0, 1, 31, 128, 299, 300)):
+        for workers in (None, Reversed(2), Reversed(10_000)):
+            found = []
+            for begin, end in pairwise(cuts):
+                parts = [whole.part(begin, end), other.part(3, 9)]
+                out = attend(best, heads, both, parts, workers, totals=[length, 40], **kept)
+                found.append(out[: end - begin])
+            assert np.array_equal(np.concatenate(found), expected), cuts
+
+
+def test_a_token_more_or_a_wider_window_changes_bits(best: Elements) -> None:
+    """The negative twins: a padded text, a window with one more token on each side, and causal attention."""
+    heads, rng = Heads(4, 4, 16, window=40, is_bidirectional=True), np.random.default_rng(6)
+    whole = random_chunk(rng, heads, 101, table_for(101))
+    expected = attend(best, heads, heads.cache(5), [whole.part(0, 100)])
+    padded = attend(best, heads, heads.cache(5), [whole])[:100]
+    assert np.array_equal(padded[:80], expected[:80])
+    assert not np.array_equal(padded[80:], expected[80:])
+    for other in (replace(heads, window=42), replace(heads, is_bidirectional=False)):
+        assert not np.array_equal(attend(best, other, other.cache(5), [whole.part(0, 100)]), expected)
 
 
 @pytest.mark.parametrize("storage", ERRORS)
@@ -159,6 +210,34 @@ FAULTS: dict[str, dict[str, Any]] = {
     "the cache is too short": {"cache_size": 5 * 2 * 2 * 32 * 64 * 2 - 1},
     "the output is too short": {"out_size": 40 * 6 * 64 - 1},
 }
+
+
+BIDIRECTIONAL_FAULTS: dict[str, dict[str, Any]] = {
+    "more than its total length": {"totals": [39]},
+    "a block table is too short": {"totals": [65]},
+    "a block table is too short ": {"totals": [2**31 - 1]},
+    "fewer total lengths": {"totals_size": 0},
+    "the rotations are too short": {"totals": [41], "num_rotations": 40},
+    "kept queries are for attention that looks both ways": {"query_stride": 4 * 6 * 64 - 4},
+    "kept queries are for attention that looks both ways ": {"query_stride": 2**62},
+    "the kept queries are too short": {"queries_size": -1},
+}
+
+
+@pytest.mark.parametrize("message", BIDIRECTIONAL_FAULTS)
+def test_a_bidirectional_step_that_would_leave_its_memory_is_refused(best: Elements, message: str) -> None:
+    heads = Heads(rotary_dim=64, is_bidirectional=True)
+    rows = np.zeros((5, BLOCK_TOKENS * 6 * 64), np.float32)
+    cache = np.concatenate([heads.cache(5), rows.view(np.uint8)], axis=1)
+    queries = cache.reshape(-1)[heads.block_bytes :]
+    num_bytes = rows.nbytes + 4 * heads.block_bytes
+    kept = {"queries": queries.ctypes.data, "queries_size": num_bytes, "query_stride": 4 * 6 * 64}
+    chunk = random_chunk(np.random.default_rng(5), heads, 40, (1, 2))
+    faults = dict(BIDIRECTIONAL_FAULTS[message])
+    if "queries_size" in faults:
+        faults["queries_size"] += num_bytes
+    with pytest.raises(ValueError, match=message.strip()):
+        attend(best, heads, cache, [chunk], **{**kept, **faults})
 
 
 @pytest.mark.parametrize("message", FAULTS)

@@ -36,9 +36,11 @@ Operation = Callable[[Elements, Floats, Floats], npt.NDArray[Any]]
 OPERATIONS: Mapping[str, Operation] = {
     "norm": lambda e, x, y: e.norm(x, y[0], epsilon=2.0**-16),
     "norm with an offset": lambda e, x, y: e.norm(x, y[0], offset=1.0, epsilon=2.0**-20),
+    "layer norm": lambda e, x, y: e.layer_norm(x, np.ascontiguousarray(y[:2]), epsilon=2.0**-16),
     "add": lambda e, x, y: e.add(x, y),
     "add a multiple": lambda e, x, y: e.add(x, y, 0.21875),
     **{name: lambda e, x, y, name=name: e.gate(name, x, y) for name in GATES},  # type: ignore[misc]
+    **{f"{name} alone": lambda e, x, y, name=name: e.activate(name, x) for name in GATES},  # type: ignore[misc]
     "cap": lambda e, x, y: e.cap(x, 30.0),
     "divide": lambda e, x, y: e.divide(x, 8.0),
     "embed f32": lambda e, x, y: e.embed("f32", x, range(len(x)), x.shape[1], 5.25),
@@ -112,8 +114,9 @@ def test_all_instruction_sets_give_the_same_bits(isas: list[Elements]) -> None:
 def test_a_row_has_its_bits_beside_any_others(name: str, best: Elements) -> None:
     x, y = inputs(np.random.default_rng(3), 100)
     together = OPERATIONS[name](best, x, y).reshape(-1)
-    has_one_vector = name in ("norm", "norm with an offset", "inner products")
-    alone = [OPERATIONS[name](best, x[i : i + 1], y[:1] if has_one_vector else y[i : i + 1]) for i in range(len(x))]
+    vectors = {"norm": 1, "norm with an offset": 1, "inner products": 1, "layer norm": 2}
+    of_rows = [y[: vectors[name]] if name in vectors else y[i : i + 1] for i in range(len(x))]
+    alone = [OPERATIONS[name](best, x[i : i + 1], of_rows[i]) for i in range(len(x))]
     assert same(np.concatenate(alone).reshape(-1), together)
 
 
@@ -191,18 +194,21 @@ TWIN_CHANGES = {
         "squares = L::fma(each, each, squares);": "(i / LANES % 2 ? odd : squares) = "
         "L::fma(each, each, i / LANES % 2 ? odd : squares);",
         "L::store(sums, squares);": "L::store(sums, L::add(squares, odd));",
+        "const V mean = L::set(sum_of(sums) / float(n));": "float all = 0; "
+        "for (int i = 0; i < LANES; i++) all += sums[i]; const V mean = L::set(all / float(n));",
     },
     "sample.hpp": {"return sum_of(lanes);": "for (int l = 1; l < LANES; l++) lanes[0] += lanes[l]; return lanes[0];"},
     "math.hpp": {"return L::select(L::is_nan(x), L::set(with_bits<float>(NAN_BITS)), x);": "return x;"},
 }
-"""Two accumulators for a norm, lanes of doubles summed one after the other, and NaN as the processor leaves it."""
+"""Two accumulators for a norm, a mean of lanes and lanes of doubles summed one after the other, and NaN as the
+processor leaves it."""
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize(
     ("changes", "flags", "found"),
     [
-        (TWIN_CHANGES, ("-O1",), {"norm", "sums", "add"}),
+        (TWIN_CHANGES, ("-O1",), {"norm", "layer norm", "sums", "add"}),
         ({}, ("-O2", "-ffp-contract=fast"), {"add a multiple"}),
     ],
     ids=["order", "contraction"],

@@ -15,7 +15,7 @@ import pytest
 from lockstep.executors.logits import token_logprobs
 from lockstep.executors.rejection_sampling import EXP_MARGIN
 from lockstep.executors.row_math import NumpyMath
-from tests.executors.native.native_elements import Elements, Floats, logarithm, powers, rows_of
+from tests.executors.native.native_elements import GATES, Elements, Floats, logarithm, powers, rows_of
 
 Doubles = npt.NDArray[np.float64]
 
@@ -99,6 +99,29 @@ def test_gates_are_their_functions_times_the_other_half(best: Elements) -> None:
     ends = np.array([-200.0, -0.0, 0.0, 200.0], np.float32)
     for function in ("silu", "gelu_tanh", "gelu_erf"):
         np.testing.assert_array_equal(best.gate(function, ends, np.ones_like(ends)), [0.0, 0.0, 0.0, 200.0])
+
+
+def test_an_activation_alone_is_its_gate_times_one(best: Elements) -> None:
+    x = np.random.default_rng(3).normal(0, 3, (5, 333)).astype(np.float32)
+    for function in GATES:
+        expected = best.gate(function, x, np.ones_like(x))
+        np.testing.assert_array_equal(best.activate(function, x), expected)
+    np.testing.assert_array_equal(best.activate("relu", x), np.maximum(x, 0))
+    assert np.isnan(best.activate("relu", np.full(3, np.nan, np.float32))).all()
+    assert ulps(best.activate("tanh", floats(-12, 12)), exact(math.tanh, floats(-12, 12))) < 2.0
+
+
+def test_layer_norms_are_those_of_torch(best: Elements) -> None:
+    rng = np.random.default_rng(4)
+    for shape in ((7, 576), (7, 40), (5, 1), (3, 15)):
+        x = (rng.normal(0, 3, shape) + 5).astype(np.float32)
+        weights = rng.normal(0, 1, (2, shape[1])).astype(np.float32)
+        wide = x.astype(np.float64)
+        centred = wide - wide.mean(axis=1, keepdims=True)
+        right = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * weights[0] + weights[1]
+        np.testing.assert_allclose(best.layer_norm(x, weights), right, rtol=1e-5, atol=2e-6)
+    with pytest.raises(ValueError, match="two rows"):
+        best.layer_norm(x, weights[:1])
 
 
 def test_norms_are_those_of_the_graph(best: Elements) -> None:
@@ -209,7 +232,8 @@ FAULTS: dict[str, Callable[[Elements], object]] = {
     ),
     "not one row of its columns": lambda e: e.norm(FITS, FITS[0, :19]),
     "not one row of its columns ": lambda e: e.norm(FITS, FITS),
-    "the gate is none of": lambda e: e.map("gate", 3, FITS, FITS),
+    "the function is none of": lambda e: e.map("gate", 5, FITS, FITS),
+    "the function is none of ": lambda e: e.map("activate", -1, FITS),
     "the cap is not a positive number": lambda e: e.cap(FITS, math.nan),
     "an id is not a row of the table": lambda e: e.embed("f32", FITS, [3], 20),
     "an id is not a row of the table ": lambda e: e.embed("f32", FITS, [-1], 20),

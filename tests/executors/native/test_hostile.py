@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -47,6 +47,11 @@ def run(pool: ThreadPool, program: Program, config: ModelConfig = CONFIG) -> Non
         forward.close()
 
 
+def change_op(program: Program, index: int, changes: Mapping[str, Any]) -> None:
+    """Replace fields of an operation of a program."""
+    program.ops[index] = program.ops[index]._replace(**changes)
+
+
 def test_the_program_itself_is_taken(pool: ThreadPool) -> None:
     for encoding in ("F32", "Q8_0"):
         run(pool, program_of(TINY["tiny-qwen3"], encoding))
@@ -60,7 +65,7 @@ def test_a_changed_operation_is_refused_or_harmless(encoding: str, seed: int) ->
     for _ in range(rng.choice((1, 1, 3))):
         index = rng.randrange(len(program.ops))
         changes: dict[str, Any] = {rng.choice(NUMBERS): rng.choice(HOSTILE)}
-        program.ops[index] = program.ops[index]._replace(**changes)
+        change_op(program, index, changes)
     with ThreadPool(library(), 2) as pool, suppress(ExecutorError):
         run(pool, program)
 
@@ -72,7 +77,7 @@ def test_an_input_that_an_operation_does_not_read_is_refused_too(pool: ThreadPoo
     index = next(i for i, op in enumerate(program.ops) if op.action is Action.PRODUCT)
     for value in (-2, 2**31 - 1):
         changes: dict[str, Any] = {field: value}
-        program.ops[index] = program.ops[index]._replace(**changes)
+        change_op(program, index, changes)
         with pytest.raises(ExecutorError, match="input"):
             run(pool, program)
 

@@ -15,7 +15,8 @@ from lockstep.errors import ExecutorError, InvalidPlanError, UnsupportedArtifact
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.executors.kv_pool import KVPool
 from lockstep.executors.machine import available_cores
-from lockstep.executors.native.forward import STORAGES, Forward
+from lockstep.executors.native.encoder import EncoderExecutor
+from lockstep.executors.native.forward import BLOCK_TOKENS, STORAGES, Forward
 from lockstep.executors.native.library import NativeLibrary, native_library
 from lockstep.executors.native.packs import ModelWeights, load_weights
 from lockstep.executors.native.products import ThreadPool
@@ -29,8 +30,6 @@ from lockstep.executors.step_inputs import NO_ROWS, Limits, TableRows, check_mov
 
 Report = Callable[[str, float], None]
 MAX_POOL_THREADS = 256
-BLOCK_TOKENS = 32
-"""Tokens of a KV block, the same as in ``attention.hpp``."""
 
 
 _POOLS: dict[tuple[str, int], ThreadPool] = {}
@@ -38,7 +37,7 @@ _POOLS: dict[tuple[str, int], ThreadPool] = {}
 process."""
 
 
-def load_executor(artifact: Artifact, options: ExecutorOptions, report: Report) -> NativeExecutor:
+def load_executor(artifact: Artifact, options: ExecutorOptions, report: Report) -> NativeExecutor | EncoderExecutor:
     """Pack or map the weights, and pass the program to the library. ``allocate`` then creates the pool.
 
     Args:
@@ -68,6 +67,11 @@ def load_executor(artifact: Artifact, options: ExecutorOptions, report: Report) 
     block_bytes = int(library.handle.native_block_bytes(config.num_kv_heads, config.head_dim, storage))  # fits an int
     environment = MappingProxyType(environment_of(artifact, options))
     machine = MappingProxyType({"isa": library.isa, "threads": str(pool.threads)})
+    if config.bidirectional:
+        kept_bytes = 4 * BLOCK_TOKENS * program.kept
+        return EncoderExecutor(
+            artifact, weights, forward, environment, machine, program.num_layers * block_bytes + kept_bytes
+        )
     return NativeExecutor(artifact, weights, forward, environment, machine, config.num_layers * block_bytes)
 
 

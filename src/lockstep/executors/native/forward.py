@@ -22,6 +22,9 @@ _OPS = np.dtype([(name, "<f4" if name in _FLOATS else "<i4") for name in Op._fie
 _WEIGHTS = np.dtype([("type", "<i8"), ("features", "<i8"), ("columns", "<i8"), ("data", "<u8"), ("bytes", "<i8")])
 _BUFFERS = np.dtype([("columns", "<i4"), ("is_groups", "<i4"), ("life", "<i4"), ("unused", "<i4")])
 _ROTARIES = np.dtype([("vector", "<i4"), ("num_pairs", "<i4"), ("factor", "<f4")])
+_FUNCTIONS = ("make", "step", "logits", "project")
+BLOCK_TOKENS = 32
+"""Tokens of a KV block, the same as in ``attention.hpp``."""
 
 
 class _Program(ctypes.Structure):
@@ -33,7 +36,7 @@ class _Program(ctypes.Structure):
         ("buffers", ctypes.c_void_p), ("num_buffers", ctypes.c_int64), ("vectors", ctypes.c_void_p),
         ("num_vectors", ctypes.c_int64), ("rotaries", ctypes.c_void_p), ("num_rotaries", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("state", "gathered", "hidden", "logits", "num_layers", "heads")),
-        *((name, ctypes.c_int32) for name in ("kv_heads", "head_dim", "storage", "vocab_size")),
+        *((name, ctypes.c_int32) for name in ("kv_heads", "head_dim", "storage", "vocab_size", "kept")),
     )  # fmt: skip
 
 
@@ -42,7 +45,8 @@ class _StepInput(ctypes.Structure):
 
     _fields_ = (
         ("num_tokens", ctypes.c_int64), ("ids", ctypes.c_void_p), ("plan", ctypes.c_void_p),
-        ("plan_size", ctypes.c_int64), ("cache", ctypes.c_void_p), ("num_layers", ctypes.c_int64),
+        ("plan_size", ctypes.c_int64), ("totals", ctypes.c_void_p), ("totals_size", ctypes.c_int64),
+        ("stage", ctypes.c_int64), ("cache", ctypes.c_void_p), ("block_bytes", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64), ("num_hidden_rows", ctypes.c_int64), ("hidden_rows", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p), ("hidden_size", ctypes.c_int64),
     )  # fmt: skip
@@ -65,13 +69,12 @@ class Forward:
     ) -> None:
         self._handle = ctypes.c_void_p()
         handle = library.handle
-        self._functions = {name: getattr(handle, f"native_forward_{name}") for name in ("make", "step", "logits")}
+        self._functions = {name: getattr(handle, f"native_forward_{name}") for name in _FUNCTIONS}
         for function in self._functions.values():
             function.restype = ctypes.c_char_p
         self._free = handle.native_forward_free
         self._free.restype = None
         self._hidden_size = config.hidden_size
-        self._num_layers = config.num_layers
         self._weights = program.weights  # the library reads them in place
         ops = np.array([tuple(op) for op in program.ops], _OPS)
         weights = np.array(
@@ -87,22 +90,23 @@ class Forward:
         passed = _Program(
             ops.ctypes.data, len(ops), program.final_begin, program.head_begin, weights.ctypes.data, len(weights),
             buffers.ctypes.data, len(buffers), vectors.ctypes.data, len(vectors), rotaries.ctypes.data, len(rotaries),
-            program.state, program.gathered, program.hidden, program.logits, config.num_layers, config.num_heads,
-            config.num_kv_heads, config.head_dim, STORAGES.index(storage), config.vocab_size,
+            program.state, program.gathered, program.hidden, program.logits, program.num_layers, config.num_heads,
+            config.num_kv_heads, config.head_dim, STORAGES.index(storage), config.vocab_size, program.kept,
         )  # fmt: skip
         self._call("make", ctypes.byref(passed), library.isa.encode(), pool.handle, ctypes.byref(self._handle))
 
     def step(
         self, token_ids: npt.NDArray[np.int64], plan: npt.NDArray[np.int32], cache: npt.NDArray[np.uint8],
-        hidden_rows: npt.NDArray[np.int64],
+        hidden_rows: npt.NDArray[np.int64], totals: npt.NDArray[np.int32] | None = None, stage: int = 0,
     ) -> npt.NDArray[np.float32]:  # fmt: skip
-        """Run all layers over a step's tokens, and keep their states for `logits`.
+        """Run all layers over a step's tokens, or one stage of them, and keep their states for `logits`.
 
         Args:
             token_ids: ``[T]``.
             plan: see `Chunks.plan`.
-            cache: ``[num_blocks, bytes]``: all layers of a block, one after the other.
-            hidden_rows: tokens whose hidden states are needed.
+            cache: ``[num_blocks, bytes]``: all layers of a block, one after the other, and what its tokens keep.
+            hidden_rows: tokens whose hidden states are needed. Only the last stage has any.
+            totals: total lengths of the sequences, for a program with stages.
 
         Returns:
             ``[len(hidden_rows), hidden_size]``: the input of the LM head.
@@ -111,10 +115,11 @@ class Forward:
             ExecutorError: the step does not fit the program, or there is not enough memory.
         """
         hidden = np.empty((len(hidden_rows), self._hidden_size), np.float32)
-        assert cache.shape[1] % self._num_layers == 0
+        totals_at, num_totals = (None, 0) if totals is None else (totals.ctypes.data, len(totals))
         passed = _StepInput(
-            len(token_ids), token_ids.ctypes.data, plan.ctypes.data, len(plan), cache.ctypes.data, self._num_layers,
-            len(cache), len(hidden_rows), hidden_rows.ctypes.data, hidden.ctypes.data, hidden.size,
+            len(token_ids), token_ids.ctypes.data, plan.ctypes.data, len(plan), totals_at, num_totals, stage,
+            cache.ctypes.data, cache.shape[1], len(cache), len(hidden_rows), hidden_rows.ctypes.data,
+            hidden.ctypes.data, hidden.size,
         )  # fmt: skip
         self._call("step", self._handle, ctypes.byref(passed))
         return hidden
@@ -126,6 +131,17 @@ class Forward:
             "logits", self._handle, pointer(rows), ctypes.c_int64(len(rows)), pointer(out),
             ctypes.c_int64(out.size),
         )  # fmt: skip
+
+    def project(self, vectors: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.float32]:
+        """Apply the head to vectors ``[n, hidden_size]`` in the place of hidden states: ``[n, size]``."""
+        assert vectors.flags.c_contiguous
+        assert vectors.dtype == np.float32
+        out = np.empty((len(vectors), size), np.float32)
+        self._call(
+            "project", self._handle, pointer(vectors), ctypes.c_int64(vectors.size), ctypes.c_int64(len(vectors)),
+            pointer(out), ctypes.c_int64(out.size),
+        )  # fmt: skip
+        return out
 
     def _call(self, name: str, *arguments: Any) -> None:
         wrong = self._functions[name](*arguments)

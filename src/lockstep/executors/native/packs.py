@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.layout import EMBEDDING, LM_HEAD, expected_tensors
+from lockstep.artifacts.layout import EMBEDDING, HEAD, LM_HEAD, POSITIONS, expected_tensors
 from lockstep.artifacts.model import Artifact, Encoding, Tensor
 from lockstep.artifacts.tensors import BLOCKS, FLOAT_TYPES, GROUP_SIZE
 from lockstep.errors import ExecutorError, UsageError
@@ -215,7 +215,7 @@ def packed_encoding(name: str, tensor: Tensor, quantize: str | None) -> Encoding
     """The encoding in which a matrix is packed; None: it stays in floats as it is stored."""
     if tensor.encoding not in FLOAT_TYPES:
         return tensor.encoding
-    if quantize is None:
+    if quantize is None or name == POSITIONS or name.startswith(HEAD):  # small, and they decide much
         return None
     is_table = name in (EMBEDDING, LM_HEAD)
     return Encoding.Q8_0 if quantize == "int8" or is_table or tensor.shape[1] % GROUP_SIZE else Encoding.Q4_0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.layout import EMBEDDING, LM_HEAD, layer_norms
+from lockstep.artifacts.layout import EMBEDDING, EMBEDDING_NORM, FINAL_NORM, LM_HEAD, POSITIONS, TOKEN_TYPE, layer_norms
 from lockstep.artifacts.model import ModelConfig
 from lockstep.executors.native.packs import Matrix
 from lockstep.executors.native.weights import KINDS
@@ -28,10 +28,18 @@ HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 512
 class Action(IntEnum):
     """Operations, which ``program.hpp`` describes."""
 
-    EMBED, NORM, QUANTISE, PRODUCT, GATE, ADD, ATTENTION = range(7)
+    EMBED, NORM, QUANTISE, PRODUCT, GATE, ADD, ATTENTION, LOAD, SAVE = range(9)
 
 
-GATES = {"silu": 0, "gelu_tanh": 1}
+class AttentionPart(IntEnum):
+    """Parts of attention, which ``program.hpp`` describes."""
+
+    WHOLE, STORE, ATTEND = range(3)
+
+
+GATES = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2, "relu": 3, "tanh": 4}
+NUM_STORED_LAYERS = 2
+"""Layers whose keys and values an encoder stores at a time: a stage reads one layer and writes the next."""
 
 
 class Op(NamedTuple):
@@ -51,6 +59,9 @@ class Op(NamedTuple):
     window: int = 0
     rotary: int = NONE
     adds: bool = False
+    offset: int = 0
+    centred: bool = False
+    part: AttentionPart = AttentionPart.WHOLE
     function: int = 0
     epsilon: float = 0.0
     factor: float = 1.0
@@ -96,6 +107,10 @@ class Program:
     gathered: int = NONE
     hidden: int = NONE
     logits: int = NONE
+    num_layers: int = 0
+    """Layers whose keys and values are stored."""
+    kept: int = 0
+    """Numbers of a row that stay in its block from stage to stage."""
 
 
 Vector = Callable[[str, int], Floats]
@@ -136,6 +151,7 @@ class _Builder:
         self.vector = vector
         self.has = has
         self.program = Program()
+        self.state = NONE
         self._names: dict[str, int] = {}
         self._num_numbers = 0
         for frequencies, factor in rotations:
@@ -143,30 +159,72 @@ class _Builder:
 
     def build(self) -> Program:
         config, program = self.config, self.program
-        program.state = self._buffer("state", config.hidden_size, is_of_step=True)
-        self._add(Action.EMBED, program.state, factor=config.embedding_scale, **self._weights([EMBEDDING]))
+        is_staged = config.bidirectional
+        program.num_layers = NUM_STORED_LAYERS if is_staged else config.num_layers
+        program.kept = config.hidden_size + config.num_heads * config.head_dim if is_staged else 0
+        self.state = program.state = self._buffer("state", config.hidden_size, is_of_step=not is_staged)
+        self._embed()
         for layer in range(config.num_layers):
             self._attention(layer)
+            if is_staged and layer == config.num_layers - 1:
+                program.state = self._buffer("result", config.hidden_size, is_of_step=True)
             self._mlp(layer)
+        if is_staged:
+            self._end_encoder()
+        else:
+            self._end_decoder()
+        return program
+
+    def _embed(self) -> None:
+        config, vector = self.config, NONE
+        tables = [EMBEDDING, POSITIONS] if config.num_positions else [EMBEDDING]
+        if config.token_type:
+            vector = self._add_vector(self.vector(TOKEN_TYPE, config.hidden_size))
+        self._add(
+            Action.EMBED, self.state, factor=config.embedding_scale, vector=vector, offset=config.position_offset,
+            **self._weights(tables),
+        )  # fmt: skip
+        if config.embedding_norm:
+            self._norm(self.state, self.state, EMBEDDING_NORM, config.hidden_size)
+
+    def _end_decoder(self) -> None:
+        config, program = self.config, self.program
         program.final_begin = len(program.ops)
         program.gathered = self._buffer("gathered", config.hidden_size)
         program.hidden = self._buffer("hidden", config.hidden_size)
-        self._norm(program.gathered, program.hidden, "model.norm", config.hidden_size)
+        self._norm(program.gathered, program.hidden, FINAL_NORM, config.hidden_size)
         program.head_begin = len(program.ops)
         program.logits = self._buffer("logits", config.vocab_size)
         head = EMBEDDING if config.tied_embeddings else LM_HEAD
         self._product(program.hidden, [head], program.logits, divisor=config.logits_divisor)
-        return program
+
+    def _end_encoder(self) -> None:
+        """The last stage ends with the hidden states. The head is applied to vectors that were pooled from them."""
+        config, program = self.config, self.program
+        if config.final_norm:
+            self._norm(self.state, program.state, FINAL_NORM, config.hidden_size)
+        program.final_begin = program.head_begin = len(program.ops)
+        program.gathered = program.hidden = x = self._buffer("hidden", config.hidden_size)
+        for index, layer in enumerate(config.head):
+            name, is_last = f"head.{index}", index == len(config.head) - 1
+            out = self._buffer("logits" if is_last else f"output of {name}", layer.size)
+            if layer.activation:
+                self._gate(x, [f"{name}.weight"], out, layer.activation)
+            else:
+                self._product(x, [f"{name}.weight"], out)
+            if layer.norm:
+                self._norm(out, out, f"{name}.norm", layer.size)
+            x = out
+        program.logits = x if config.head else NONE
 
     def _attention(self, layer: int) -> None:
         config, prefix, norms = self.config, f"model.layers.{layer}.", layer_norms(self.config)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         own = f"{prefix}self_attn."
-        together = self._buffer("queries, keys and values", queries + 2 * keys, is_of_step=True)
+        together = self._buffer("queries, keys and values", queries + 2 * keys, is_of_step=not config.bidirectional)
         mixed = self._buffer("attended", queries, is_of_step=True)
-        self._product(
-            self._normed(prefix, norms.before_attention), [f"{own}{each}_proj.weight" for each in "qkv"], together
-        )
+        before = norms.before_attention if layer or config.first_norm else None
+        self._product(self._normed(prefix, before), [f"{own}{each}_proj.weight" for each in "qkv"], together)
         norm = NONE
         if config.qk_norm_whole:
             self._norm(together, together, f"{own}q_norm", queries)
@@ -176,10 +234,19 @@ class _Builder:
             norm = self._add_vector(np.concatenate(each_head))
         scale = 1.0 / math.sqrt(config.head_dim) if config.attention_scale is None else config.attention_scale
         window = config.windows[layer] if config.windows else 0
-        self._add(
-            Action.ATTENTION, mixed, in_=together, vector=norm, layer=layer, window=window,
-            rotary=self._rotary(layer), scale=scale, epsilon=config.rms_norm_eps,
-        )  # fmt: skip
+        fields: dict[str, float] = {
+            "vector": norm, "layer": layer % self.program.num_layers, "window": window, "rotary": self._rotary(layer),
+            "scale": scale, "epsilon": config.rms_norm_eps,
+        }  # fmt: skip
+        if config.bidirectional:
+            size = config.hidden_size
+            self._add(Action.ATTENTION, NONE, in_=together, part=AttentionPart.STORE, **fields)
+            self._add(Action.SAVE, NONE, in_=self.state, columns=size)
+            self._add(Action.SAVE, NONE, in_=together, out_at=size, columns=queries)
+            self._add(Action.ATTENTION, mixed, in_at=size, part=AttentionPart.ATTEND, **fields)
+            self._add(Action.LOAD, self.state, columns=size)
+        else:
+            self._add(Action.ATTENTION, mixed, in_=together, **fields)
         self._to_state(mixed, f"{own}o_proj.weight", prefix, norms.after_attention)
 
     def _mlp(self, layer: int) -> None:
@@ -187,23 +254,30 @@ class _Builder:
         gate, up, down = (f"{prefix}mlp.{each}_proj.weight" for each in ("gate", "up", "down"))
         is_packed = self.matrices[down].encoding in KINDS
         gated = self._buffer(f"gated{' groups' * is_packed}", config.intermediate_size, is_groups=is_packed)
-        operands = self._operands(self._normed(prefix, norms.before_mlp), [gate, up])
-        self._add(Action.GATE, gated, function=GATES[config.activation], **operands, **self._weights([gate, up]))
+        normed = self._normed(prefix, norms.before_mlp)
+        self._gate(normed, [gate, up] if config.gated else [up], gated, config.activation)
         self._to_state(gated, down, prefix, norms.after_mlp)
+
+    def _gate(self, x: int, names: list[str], out: int, activation: str) -> None:
+        operands, bias = self._operands(x, names), self._biases(names)
+        self._add(Action.GATE, out, function=GATES[activation], vector=bias, **operands, **self._weights(names))
 
     def _normed(self, prefix: str, name: str | None) -> int:
         """The state as input of the next products, normalised if the model does so."""
         if name is None:
-            return self.program.state
+            return self.state
         normed = self._buffer("normed", self.config.hidden_size)
-        self._norm(self.program.state, normed, prefix + name, self.config.hidden_size)
+        self._norm(self.state, normed, prefix + name, self.config.hidden_size)
         return normed
 
     def _to_state(self, x: int, weight: str, prefix: str, norm: str | None) -> None:
-        """Add a product to the state, after normalising it if the model does so."""
-        state, factor, size = self.program.state, self.config.residual_scale, self.config.hidden_size
-        if norm is None:
+        """Add a product to the state, after normalising it if the model does so, or normalise the sum."""
+        state, factor, size = self.state, self.config.residual_scale, self.config.hidden_size
+        if norm is None or self.config.sum_norm:
             self._product(x, [weight], state, adds=True, factor=factor)
+            if norm is not None:
+                is_last = self.program.state != state and not self.config.final_norm
+                self._norm(state, self.program.state if is_last else state, prefix + norm, size)
             return
         added = self._buffer("added", size)
         self._product(x, [weight], added)
@@ -214,17 +288,20 @@ class _Builder:
         self, x: int, names: list[str], out: int, *, adds: bool = False, factor: float = 1.0, divisor: float = 1.0
     ) -> None:
         """Products of several weights side by side, with their biases if the artifact has any."""
-        biases = [f"{name.removesuffix('weight')}bias" for name in names]
-        bias = NONE
-        if any(self.has(each) for each in biases):
-            sizes = [self.matrices[name].features for name in names]
-            parts = [
-                self.vector(each, size) if self.has(each) else np.zeros(size, np.float32)
-                for each, size in zip(biases, sizes, strict=True)
-            ]
-            bias = self._add_vector(np.concatenate(parts))
-        operands, weights = self._operands(x, names), self._weights(names)
+        bias, operands, weights = self._biases(names), self._operands(x, names), self._weights(names)
         self._add(Action.PRODUCT, out, vector=bias, adds=adds, factor=factor, divisor=divisor, **operands, **weights)
+
+    def _biases(self, names: list[str]) -> int:
+        """The biases of products side by side, with zeros for those that the artifact does not have."""
+        biases = [f"{name.removesuffix('weight')}bias" for name in names]
+        if not any(self.has(each) for each in biases):
+            return NONE
+        sizes = [self.matrices[name].features for name in names]
+        parts = [
+            self.vector(each, size) if self.has(each) else np.zeros(size, np.float32)
+            for each, size in zip(biases, sizes, strict=True)
+        ]
+        return self._add_vector(np.concatenate(parts))
 
     def _operands(self, x: int, names: list[str]) -> dict[str, int]:
         """The input of products in the form of their weights: quantised for panels, else as floats."""
@@ -239,9 +316,15 @@ class _Builder:
         return operands
 
     def _norm(self, x: int, out: int, name: str, size: int, at: int = 0) -> None:
-        weights = self._add_vector(self._norm_weights(name, size))
-        epsilon = self.config.rms_norm_eps
-        self._add(Action.NORM, out, in_=x, in_at=at, out_at=at, columns=size, vector=weights, epsilon=epsilon)
+        weights = self._norm_weights(name, size)
+        is_centred, epsilon = self.config.layer_norm, self.config.rms_norm_eps
+        if is_centred:
+            bias = self.vector(f"{name}.bias", size) if self.config.norm_bias else np.zeros(size, np.float32)
+            weights = np.concatenate([weights, bias])
+        self._add(
+            Action.NORM, out, in_=x, in_at=at, out_at=at, columns=size, vector=self._add_vector(weights),
+            epsilon=epsilon, centred=is_centred,
+        )  # fmt: skip
 
     def _norm_weights(self, name: str, size: int) -> Floats:
         return self.vector(f"{name}.weight", size) + np.float32(self.config.norm_offset)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lockstep.artifacts.model import Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import BLOCKS
-from lockstep.executors.native.forward import STORAGES, Forward
+from lockstep.executors.native.forward import BLOCK_TOKENS, STORAGES, Forward
 from lockstep.executors.native.library import NativeLibrary
 from lockstep.executors.native.packs import Matrix
 from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool, multiply, multiply_floats, quantise
@@ -22,6 +22,10 @@ from lockstep.executors.native.weights import KINDS, pack
 
 _FEATURES, _COLUMNS, _ROWS = 40, 512, 7
 _CONFIG = ModelConfig("llama", 1, 64, 48, 4, 2, 16, 50, 256, 1e-5, 1e4, tied_embeddings=True, qk_norm=True)
+_ENCODER = replace(
+    _CONFIG, bidirectional=True, qk_norm=False, layer_norm=True, norm_bias=True, sum_norm=True, final_norm=False,
+    gated=False, activation="gelu_erf", windows=(100,),
+)  # fmt: skip
 _TOKENS = 140
 """More tokens than a segment of attention."""
 _SMALL_HALVES = 0x23FF
@@ -50,11 +54,12 @@ def _results(library: NativeLibrary) -> Iterator[tuple[str, bytes]]:
         stored = _floats(encoding).reshape(_FEATURES, _COLUMNS)
         yield f"products of {encoding.value}", multiply_floats(library, encoding, stored, x).tobytes()
     for storage in ("f32", "f16", "int8"):
-        yield f"a forward pass with {storage} keys and values", _pass(library, storage)
+        yield f"a forward pass with {storage} keys and values", _pass(library, _CONFIG, storage)
+    yield "an encoder's forward pass", _pass(library, _ENCODER, "f16")
 
 
-def _pass(library: NativeLibrary, storage: str) -> bytes:
-    config = _CONFIG
+def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
+    """Logits of a decoder, or hidden states of an encoder."""
     sizes = {"q": config.num_heads * config.head_dim, "k": config.num_kv_heads * config.head_dim}
     prefix = "model.layers.0."
     shapes = {
@@ -71,16 +76,23 @@ def _pass(library: NativeLibrary, storage: str) -> bytes:
     rotations = [(np.float32(1) / np.arange(1, config.head_dim // 2 + 1, dtype=np.float32), 1.0)]
     program = build_program(config, matrices, lambda name, size: _numbers(size), lambda name: False, rotations)
     size = int(library.handle.native_block_bytes(config.num_kv_heads, config.head_dim, STORAGES.index(storage)))
-    num_blocks = -(-_TOKENS // 32)
-    cache = np.zeros((num_blocks + 1, size), np.uint8)
+    num_blocks = -(-_TOKENS // BLOCK_TOKENS)
+    cache = np.zeros((num_blocks + 1, program.num_layers * size + 4 * BLOCK_TOKENS * program.kept), np.uint8)
     plan = np.array([1, 0, 0, _TOKENS, 0, num_blocks, *range(1, num_blocks + 1)], np.int32)
-    logits = np.empty((_TOKENS, config.vocab_size), np.float32)
+    token_ids, rows = np.arange(_TOKENS) % config.vocab_size, np.arange(_TOKENS)
+    result = np.empty((_TOKENS, config.vocab_size), np.float32)
     with ThreadPool(library, 1) as pool:
         forward = Forward(library, pool, program, config, storage)
-        forward.step(np.arange(_TOKENS) % config.vocab_size, plan, cache, np.zeros(0, np.int64))
-        forward.logits(np.arange(_TOKENS), logits)
+        if config.bidirectional:
+            totals = np.array([_TOKENS], np.int32)
+            for stage in range(config.num_layers + 1):
+                wanted = rows[: _TOKENS if stage == config.num_layers else 0]
+                result = forward.step(token_ids, plan, cache, wanted, totals, stage)
+        else:
+            forward.step(token_ids, plan, cache, rows[:0])
+            forward.logits(rows, result)
         forward.close()
-    return logits.tobytes()
+    return result.tobytes()
 
 
 def _blocks(encoding: Encoding) -> npt.NDArray[np.uint8]:

@@ -48,6 +48,7 @@ constexpr const char* NO_ISA =
 constexpr const char* NO_FIT =
     "rows do not fit their memory: there must be 1 to 2^24 columns, a stride of no fewer, and "
     "room for all rows";
+constexpr const char* NO_GATE = "the function is none of silu, gelu_tanh, gelu_erf, relu and tanh";
 constexpr const char* NO_SHAPE = "the shapes of inputs and outputs differ";
 
 // Calls f(table, index) for each row, after the checks that all operations share.
@@ -118,6 +119,20 @@ EXPORTED const char* native_norm(const char* isa, const Floats* x, const Floats*
         *x);
 }
 
+// `weights` has the norm's weights in its first row and its biases in its second one.
+EXPORTED const char* native_layer_norm(const char* isa, const Floats* x, const Floats* weights, float epsilon,
+                                       const FloatsOut* out) {
+    if (!weights->fits()) return NO_FIT;
+    if (weights->rows != 2 || weights->columns != out->columns || weights->stride != out->columns)
+        return "the norm's weights and biases are not two rows of its columns";
+    return each_row(
+        isa, *out,
+        [&](const Elements& table, std::int64_t i) {
+            table.layer_norm(x->row(i), weights->data, epsilon, out->columns, out->row(i));
+        },
+        *x);
+}
+
 EXPORTED const char* native_add(const char* isa, const Floats* x, const Floats* y, float factor, const FloatsOut* out) {
     return each_row(
         isa, *out,
@@ -129,13 +144,23 @@ EXPORTED const char* native_add(const char* isa, const Floats* x, const Floats* 
 
 EXPORTED const char* native_gate(const char* isa, int function, const Floats* gate, const Floats* up,
                                  const FloatsOut* out) {
-    if (function < 0 || function > int(Gate::gelu_erf)) return "the gate is none of silu, gelu_tanh and gelu_erf";
+    if (function < 0 || function >= GATES) return NO_GATE;
     return each_row(
         isa, *out,
         [&](const Elements& table, std::int64_t i) {
             table.gate(Gate(function), gate->row(i), up->row(i), out->columns, out->row(i));
         },
         *gate, *up);
+}
+
+EXPORTED const char* native_activate(const char* isa, int function, const Floats* x, const FloatsOut* out) {
+    if (function < 0 || function >= GATES) return NO_GATE;
+    return each_row(
+        isa, *out,
+        [&](const Elements& table, std::int64_t i) {
+            table.activate(Gate(function), x->row(i), out->columns, out->row(i));
+        },
+        *x);
 }
 
 EXPORTED const char* native_cap(const char* isa, const Floats* x, float cap, const FloatsOut* out) {

@@ -28,6 +28,13 @@ EXPORTED const char* native_forward_step(void* forward, const StepInput* step) {
     return static_cast<Forward*>(forward)->step(*step);
 }
 
+EXPORTED const char* native_forward_project(void* forward, const float* vectors, std::int64_t size, std::int64_t num_rows,
+                                            float* out, std::int64_t out_size) {
+    if (forward == nullptr) return "there is no program";
+    const FloatMode mode;
+    return static_cast<Forward*>(forward)->project(vectors, size, num_rows, out, out_size);
+}
+
 EXPORTED const char* native_forward_logits(void* forward, const std::int64_t* rows, std::int64_t num_rows, float* out,
                                            std::int64_t out_size) {
     if (forward == nullptr) return "there is no program";

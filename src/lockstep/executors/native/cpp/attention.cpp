@@ -19,11 +19,20 @@ constexpr int MANY_TOKENS = 64;        // from this on, several threads store a 
 
 struct Plan {
     std::int64_t num_sequences, num_entries;
-    const std::int32_t *past, *begins, *table_begins, *blocks;
+    const std::int32_t *past, *begins, *table_begins, *blocks, *totals;
+
+    std::int64_t length(std::int64_t sequence) const {
+        return std::int64_t(begins[sequence + 1]) - begins[sequence];
+    }
+    // Tokens that are in the sequence's blocks when it attends.
+    std::int64_t total(std::int64_t sequence) const {
+        return totals ? totals[sequence] : past[sequence] + length(sequence);
+    }
 };
 
 // Finds the parts of a step's plan; false: it is too short.
-bool read_plan(const std::int32_t* numbers, std::int64_t size, Plan& plan) {
+bool read_plan(const std::int32_t* numbers, std::int64_t size, const std::int32_t* totals, Plan& plan) {
+    plan.totals = totals;
     plan.num_sequences = size > 0 ? numbers[0] : -1;
     plan.num_entries = size - 3 * (plan.num_sequences + 1);
     if (plan.num_sequences < 0 || plan.num_entries < 0) return false;
@@ -39,15 +48,29 @@ bool fits(std::int64_t count, std::int64_t size, std::int64_t room) {
     return room >= 0 && (count == 0 || size <= room / count);
 }
 
-const char* memory_fault(const Step& step) {
+const char* memory_fault(const Step& step, const Plan& plan) {
     const KVLayout& layout = step.layout;
     const std::int64_t dim = layout.head_dim, heads = std::int64_t(step.heads) + 2 * std::int64_t(layout.kv_heads);
-    if (!fits(step.num_tokens, heads * dim, step.projected_size)) return "queries, keys and values are too short";
-    if (!fits(step.num_tokens, step.rotary_dim, step.rotary_size)) return "the rotations are too short";
+    if (!step.queries && !fits(step.num_tokens, heads * dim, step.projected_size))
+        return "queries, keys and values are too short";
+    std::int64_t rotations = step.num_tokens;
+    if (step.totals) {
+        rotations = 0;
+        for (std::int64_t s = 0; s < plan.num_sequences; s++) rotations = std::max(rotations, plan.total(s));
+    }
+    if (!fits(rotations, step.rotary_dim, step.rotary_size)) return "the rotations are too short";
     if (step.norms && step.norms_size < 2 * dim) return "the norms' weights are too short";
     const std::int64_t block = std::int64_t(layout.block_bytes());
     if (step.block_stride < block || !fits(step.num_blocks - 1, step.block_stride, step.cache_bytes - block))
         return "the cache is too short for its blocks";
+    const std::int64_t query = step.heads * dim * std::int64_t(sizeof(float));
+    if (step.queries) {
+        if (!step.totals || step.query_stride < query || step.query_stride > step.block_stride)
+            return "kept queries are for attention that looks both ways";
+        const std::int64_t last = (BLOCK_TOKENS - 1) * step.query_stride + query;
+        if (last > step.block_stride || !fits(step.num_blocks - 1, step.block_stride, step.queries_bytes - last))
+            return "the kept queries are too short";
+    }
     if (!fits(step.num_tokens, step.heads * dim, step.out_size)) return "the output is too short";
     return nullptr;
 }
@@ -58,12 +81,13 @@ const char* plan_fault(const Plan& plan, std::int64_t num_tokens, std::int64_t n
     if (plan.table_begins[0] != 0 || plan.table_begins[plan.num_sequences] > plan.num_entries)
         return "the tables' beginnings do not cover the tables";
     for (std::int64_t s = 0; s < plan.num_sequences; s++) {
-        const std::int64_t length = std::int64_t(plan.begins[s + 1]) - plan.begins[s];
+        const std::int64_t length = plan.length(s);
         const std::int64_t entries = std::int64_t(plan.table_begins[s + 1]) - plan.table_begins[s];
         if (length < 0 || entries < 0) return "the beginnings of sequences or tables descend";
         if (plan.past[s] < 0) return "a past length is negative";
         if (plan.past[s] + length > INT_MAX) return "a sequence is longer than 2^31 - 1";
-        if (plan.past[s] + length > entries * BLOCK_TOKENS) return "a block table is too short for its sequence";
+        if (plan.past[s] + length > plan.total(s)) return "a sequence's tokens are more than its total length";
+        if (plan.total(s) > entries * BLOCK_TOKENS) return "a block table is too short for its sequence";
     }
     for (std::int64_t i = 0; i < plan.table_begins[plan.num_sequences]; i++)
         if (plan.blocks[i] < 0 || plan.blocks[i] >= num_blocks) return "a block is not of this pool";
@@ -81,8 +105,9 @@ const char* fault(const Step& step, const Plan& plan) {
     if (step.rotary_dim < 0 || step.rotary_dim > layout.head_dim || step.rotary_dim % 2)
         return "the rotated dimensions are no even number up to a head's size";
     if (step.window < 0) return "the window is negative";
+    if (step.totals && step.totals_size < plan.num_sequences) return "there are fewer total lengths than sequences";
     if (const char* wrong = plan_fault(plan, step.num_tokens, step.num_blocks)) return wrong;
-    return memory_fault(step);
+    return memory_fault(step, plan);
 }
 
 // Calls todo(i) for each i below count, under the contract's modes on every thread.
@@ -122,20 +147,29 @@ struct Work {
         return step.projected + (std::size_t(token) * heads + head) * step.layout.head_dim;
     }
 
-    Raw query(int token, int head) const { return raw(token, head, step.norms); }
-    Raw key(int token, int head) const {
-        return raw(token, step.heads + head, step.norms ? step.norms + step.layout.head_dim : nullptr);
+    // A query or key at a position, which is the step's `token`.
+    Raw query(int sequence, int position, int token, int head) const {
+        return raw(step.queries ? kept_query(sequence, position, head) : projected(token, head), position, token, step.norms);
     }
-    Raw raw(int token, int head, const float* norm) const {
-        const float* rotary = step.rotary + std::size_t(token) * step.rotary_dim;
-        return {projected(token, head), norm, rotary, step.rotary_dim, step.epsilon};
+    Raw key(int position, int token, int head) const {
+        const float* norm = step.norms ? step.norms + step.layout.head_dim : nullptr;
+        return raw(projected(token, step.heads + head), position, token, norm);
+    }
+    Raw raw(const float* x, int position, int token, const float* norm) const {
+        const float* rotary = step.rotary + std::size_t(step.totals ? position : token) * step.rotary_dim;
+        return {x, norm, rotary, step.rotary_dim, step.epsilon};
+    }
+    const float* kept_query(int sequence, int position, int head) const {
+        const std::int32_t block = plan.blocks[plan.table_begins[sequence] + position / BLOCK_TOKENS];
+        const std::uint8_t* row = step.queries + block * step.block_stride + position % BLOCK_TOKENS * step.query_stride;
+        return reinterpret_cast<const float*>(row) + head * step.layout.head_dim;
     }
 
     void store(int sequence, int token) const {
         const KVLayout& layout = step.layout;
         const int position = plan.past[sequence] + token - plan.begins[sequence];
         for (int h = 0; h < layout.kv_heads; h++)
-            kernel.store(layout, key(token, h), projected(token, step.heads + layout.kv_heads + h),
+            kernel.store(layout, key(position, token, h), projected(token, step.heads + layout.kv_heads + h),
                          head_of(sequence, position, h), position % BLOCK_TOKENS);
     }
 
@@ -158,7 +192,7 @@ struct Work {
                 for (int h = 0; h < step.layout.kv_heads; h++) {
                     Item item{s, h, row, std::min(kernel.max_rows, num_rows - row), 0, 0};
                     item.first_segment = first_key(position(s, row)) / SEGMENT_TOKENS;
-                    item.last_segment = position(s, row + item.num_rows - 1) / SEGMENT_TOKENS + 1;
+                    item.last_segment = (last_key(s, position(s, row + item.num_rows - 1)) - 1) / SEGMENT_TOKENS + 1;
                     items.push_back(item);
                 }
         }
@@ -166,8 +200,15 @@ struct Work {
     }
 
     int position(int sequence, int row) const { return plan.past[sequence] + row / group; }
+    // The keys that a row sees: from the first one up to, but without, the last one.
     int first_key(int position) const {
-        return step.window && position >= step.window ? position + 1 - step.window : 0;
+        const int seen = step.totals ? step.window / 2 + 1 : step.window;
+        return step.window && position >= seen ? position + 1 - seen : 0;
+    }
+    int last_key(int sequence, int position) const {
+        if (!step.totals) return position + 1;
+        const int total = plan.totals[sequence], half = step.window / 2;
+        return step.window && half < total - position ? position + half + 1 : total;
     }
     int token_of(const Item& item, int row) const {
         return plan.begins[item.sequence] + (item.first_row + row) / group;
@@ -185,13 +226,13 @@ struct Work {
         tile.num_rows = item.num_rows;
         for (int r = 0; r < item.num_rows; r++) {
             const int at = position(item.sequence, item.first_row + r);
-            tile.queries[r] = query(token_of(item, r), head_of(item, r));
-            tile.begin[r] = first_key(at), tile.end[r] = at + 1;
+            tile.queries[r] = query(item.sequence, at, token_of(item, r), head_of(item, r));
+            tile.begin[r] = first_key(at), tile.end[r] = last_key(item.sequence, at);
         }
         for (int b = 0; b < SEGMENT_BLOCKS; b++)
             tile.next[b] = head_of(next.sequence,
                                    std::min(next.first_segment * SEGMENT_TOKENS + b * BLOCK_TOKENS,
-                                            position(next.sequence, next.first_row)),
+                                            last_key(next.sequence, position(next.sequence, next.first_row)) - 1),
                                    next.head);
         kernel.attend(tile, item.first_segment, item.last_segment, rows);
     }
@@ -236,18 +277,21 @@ struct Work {
 
 }  // namespace
 
-const char* plan_fault(const std::int32_t* numbers, std::int64_t size, std::int64_t num_tokens, std::int64_t num_blocks) {
+const char* plan_fault(const std::int32_t* numbers, std::int64_t size, const std::int32_t* totals, std::int64_t totals_size,
+                       std::int64_t num_tokens, std::int64_t num_blocks) {
     Plan plan;
-    return read_plan(numbers, size, plan) ? plan_fault(plan, num_tokens, num_blocks) : TOO_SHORT;
+    if (!read_plan(numbers, size, totals, plan)) return TOO_SHORT;
+    if (totals && totals_size < plan.num_sequences) return "there are fewer total lengths than sequences";
+    return plan_fault(plan, num_tokens, num_blocks);
 }
 
 const char* attention(const Step& step, const AttentionKernel& kernel, const Workers& workers) try {
     Plan plan;
-    if (!read_plan(step.plan, step.plan_size, plan)) return TOO_SHORT;
+    if (!read_plan(step.plan, step.plan_size, step.totals, plan)) return TOO_SHORT;
     if (const char* wrong = fault(step, plan)) return wrong;
     const Work work{step, plan, kernel, workers};
     const std::vector<Item> items = work.items();
-    work.store_all();
+    if (!step.queries) work.store_all();
     if (items.size() < std::size_t(ITEMS_PER_THREAD) * std::max(1, workers.threads)) {
         work.attend_split(items);
     } else {

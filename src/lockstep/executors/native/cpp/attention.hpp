@@ -90,14 +90,16 @@ struct Workers {
     void* pool;
 };
 
-// One layer of a step: T tokens of S sequences.
+// One layer of a step: T tokens of S sequences. If their total lengths are given, attention looks both ways.
 struct Step {
     KVLayout layout;
-    int heads, window, rotary_dim;  // window: keys that a row sees at most, itself included; 0: all
+    // window, 0: none. Without total lengths, a row sees at most so many keys, itself included; with them, at most half
+    // as many on each side of it.
+    int heads, window, rotary_dim;
     float scale, epsilon;
     std::int64_t num_tokens, num_blocks, plan_size;
     const float* projected;  // [T][heads + 2 * kv_heads][head_dim]: queries, keys, values
-    const float* rotary;     // [T][rotary_dim]
+    const float* rotary;     // [T][rotary_dim]; with total lengths: by position
     const float* norms;      // [2][head_dim], of queries and of keys; nullptr: none
     // S; [S] tokens already in the blocks; [S + 1] where each sequence's tokens begin; [S + 1] where its block table
     // begins; all tables, one after the other.
@@ -105,11 +107,19 @@ struct Step {
     std::uint8_t* cache;        // [num_blocks], each of block_bytes
     std::int64_t block_stride;  // bytes from one of them to the next; other layers' blocks are in between
     float* out;                 // [T][heads][head_dim]
-    std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size;  // sizes of the arrays
+    const std::int32_t* totals;  // [S], and the table of each sequence is as long; nullptr: attention is causal
+    // Queries of the tokens in their blocks, of which all keys and values are there, so that this only attends:
+    // [num_blocks][BLOCK_TOKENS], each token's `query_stride` bytes after the one before, blocks apart as the cache is.
+    // nullptr: queries are projected, and keys and values are stored first.
+    const std::uint8_t* queries;
+    std::int64_t query_stride;
+    std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size, totals_size, queries_bytes;  // of arrays
 };
 
 // Checks the plan of a step of this many tokens in a pool of this many blocks. Returns nullptr, or an error message.
-const char* plan_fault(const std::int32_t* plan, std::int64_t size, std::int64_t num_tokens, std::int64_t num_blocks);
+// The total lengths may be nullptr.
+const char* plan_fault(const std::int32_t* plan, std::int64_t size, const std::int32_t* totals, std::int64_t totals_size,
+                       std::int64_t num_tokens, std::int64_t num_blocks);
 
 // Writes the step's keys and values to their blocks, and attends. Returns nullptr, or an error message; then nothing
 // was read or written.

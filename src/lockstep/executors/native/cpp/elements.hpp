@@ -5,7 +5,8 @@
 
 namespace lockstep::native {
 
-enum class Gate : int { silu, gelu_tanh, gelu_erf };
+enum class Gate : int { silu, gelu_tanh, gelu_erf, relu, tanh };
+constexpr int GATES = 5;
 enum class FloatType : int { f32, f16, bf16 };
 
 // Each function takes one row of n numbers, n >= 1, and may write its result over a row that it reads. A row depends
@@ -23,6 +24,8 @@ struct Elements {
 
     // out = x / sqrt(mean(x^2) + epsilon) * (weight + offset).
     void (*norm)(const float* x, const float* weight, float offset, float epsilon, std::int64_t n, float* out);
+    // out = (x - mean) / sqrt(mean((x - mean)^2) + epsilon) * weight + bias; there are n weights, then n biases.
+    void (*layer_norm)(const float* x, const float* weights, float epsilon, std::int64_t n, float* out);
     // out = x + y * factor, both operations rounded.
     void (*add)(const float* x, const float* y, float factor, std::int64_t n, float* out);
     // Writes rows of outputs, which begin `stride` apart, to rows that begin `out_stride` apart.
@@ -30,6 +33,8 @@ struct Elements {
                    std::int64_t out_stride);
     // out = function(gate) * up.
     void (*gate)(Gate function, const float* gate, const float* up, std::int64_t n, float* out);
+    // out = function(x).
+    void (*activate)(Gate function, const float* x, std::int64_t n, float* out);
     // out = cap * tanh(x / cap).
     void (*cap)(const float* x, float cap, std::int64_t n, float* out);
     void (*divide)(const float* x, float divisor, std::int64_t n, float* out);

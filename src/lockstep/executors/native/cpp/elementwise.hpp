@@ -20,6 +20,7 @@ struct Row {
             if constexpr (T == FloatType::bf16) return L::load_brain(static_cast<const std::uint16_t*>(x) + i);
         }
         void store(float* at, V x) const { L::store(at, x); }
+        V only(V x) const { return x; }
     };
     struct Part {
         int count;
@@ -35,6 +36,12 @@ struct Row {
             alignas(64) float lanes[LANES];
             L::store(lanes, x);
             __builtin_memcpy(at, lanes, count * sizeof(float));
+        }
+        // x with zeros in the lanes that the row does not have.
+        V only(V x) const {
+            alignas(64) float lanes[LANES] = {};
+            store(lanes, x);
+            return L::load(lanes);
         }
     };
 
@@ -72,6 +79,25 @@ struct Elementwise {
         });
     }
 
+    static void layer_norm(const float* x, const float* weights, float epsilon, std::int64_t n, float* out) {
+        V total = L::zero();
+        Row<L>::each(n, [&](std::int64_t i, auto lanes) { total = L::add(total, lanes.load(x + i)); });
+        alignas(64) float sums[LANES];
+        L::store(sums, total);
+        V variance = L::zero();
+        const V mean = L::set(sum_of(sums) / float(n));
+        Row<L>::each(n, [&](std::int64_t i, auto lanes) {
+            const V distance = lanes.only(L::sub(lanes.load(x + i), mean));
+            variance = L::fma(distance, distance, variance);
+        });
+        L::store(sums, variance);
+        const V scale = L::set(1.f / __builtin_sqrtf(sum_of(sums) / float(n) + epsilon));
+        Row<L>::map(n, out, [&](std::int64_t i, auto lanes) {
+            const V each = L::mul(L::sub(lanes.load(x + i), mean), scale);
+            return L::fma(each, lanes.load(weights + i), lanes.load(weights + n + i));
+        });
+    }
+
     static void add(const float* x, const float* y, float factor, std::int64_t n, float* out) {
         Row<L>::map(n, out, [&](std::int64_t i, auto lanes) {
             return L::add(lanes.load(x + i), L::mul(lanes.load(y + i), L::set(factor)));
@@ -102,6 +128,10 @@ struct Elementwise {
                 const V cubic = L::fma(L::set(0.0713548163f), L::mul(x, x), L::set(1.59576912f));
                 return logistic(x, L::mul(x, cubic));
             }
+            case Gate::relu:
+                return L::max(L::zero(), x);  // in this order NaN stays
+            case Gate::tanh:
+                return M::tanh(x);
             case Gate::gelu_erf:
                 break;
         }
@@ -113,6 +143,25 @@ struct Elementwise {
         Row<L>::map(n, out, [&](std::int64_t i, auto lanes) {
             return L::mul(gated(function, lanes.load(gate + i)), lanes.load(up + i));
         });
+    }
+
+    static void activate(Gate function, const float* x, std::int64_t n, float* out) {
+        switch (function) {
+            case Gate::silu:
+                return activate_by<Gate::silu>(x, n, out);
+            case Gate::gelu_tanh:
+                return activate_by<Gate::gelu_tanh>(x, n, out);
+            case Gate::gelu_erf:
+                return activate_by<Gate::gelu_erf>(x, n, out);
+            case Gate::relu:
+                return activate_by<Gate::relu>(x, n, out);
+            case Gate::tanh:
+                return activate_by<Gate::tanh>(x, n, out);
+        }
+    }
+    template <Gate F>
+    static void activate_by(const float* x, std::int64_t n, float* out) {
+        Row<L>::map(n, out, [&](std::int64_t i, auto lanes) { return gated(F, lanes.load(x + i)); });
     }
 
     static void cap(const float* x, float cap, std::int64_t n, float* out) {

@@ -17,6 +17,25 @@ constexpr std::int64_t PARALLEL_ROWS = 8;        // with fewer, one thread norma
 constexpr std::int64_t MAX_TOKENS = 1 << 20;
 constexpr std::int64_t LINE = 64;
 
+// True if an operation needs other rows: all operations before it must have run for all rows.
+bool attends(const Op& op) { return op.action == Action::attention && op.part != Part::store; }
+
+// The largest number of positions that all tables of positions have.
+std::int64_t positions_of(const Program& p) {
+    std::int64_t least = MAX_PRODUCT_FEATURES;
+    for (std::int64_t i = 0; i < p.num_ops; i++)
+        if (p.ops[i].action == Action::embed && p.ops[i].num_weights == 2)
+            least = std::min(least, p.weights[p.ops[i].first_weight + 1].features - p.ops[i].offset);
+    return least;
+}
+
+// Index of the operation with which a stage begins, or the end of the body.
+std::int64_t stage_begin(const std::vector<Op>& ops, std::int64_t stage, std::int64_t end) {
+    for (std::int64_t i = 0; i < end; i++)
+        if (stage == 0 || (ops[i].action == Action::attention && ops[i].part == Part::attend && --stage == 0)) return i;
+    return end;
+}
+
 int threads_of(const Pool* pool) { return pool ? pool->size() : 1; }
 
 // Calls f(i) for each i below count; threads claim them one by one.
@@ -67,7 +86,10 @@ Forward::Forward(const Program& p, const char* isa, Pool* pool)
       shared_rows(std::max(BLOCK_ROWS, SHARED_ROWS_PER_THREAD * threads_of(pool))),
       places(buffers.size()),
       step_memory(buffers.size()),
-      turns(rotaries.size()) {
+      turns(rotaries.size()),
+      num_stages(1),
+      positions(positions_of(p)) {
+    for (const Op& op : ops) num_stages += op.action == Action::attention && op.part == Part::attend;
     for (std::size_t i = 0; i < buffers.size(); i++) {
         if (buffers[i].life == Life::step || std::int32_t(i) == p.logits) continue;
         places[i] = area_row_bytes;
@@ -139,19 +161,31 @@ void Forward::product(const Op& op, const Span& span) const {
 }
 
 void Forward::gate(const Op& op, const Span& span) const {
-    const Weight &gate = weights[op.first_weight], &up = weights[op.first_weight + 1];
-    const bool is_quantised = buffers[op.out].is_groups;
+    const Weight &gate = weights[op.first_weight], &up = weights[op.first_weight + op.num_weights - 1];
+    const bool is_gated = op.num_weights == 2, is_quantised = buffers[op.out].is_groups;
+    const float* biases = op.vector < 0 ? nullptr : vectors.data() + op.vector;
     const auto some_rows = [&](std::int64_t panel, std::int64_t first, std::int64_t count) {
         alignas(LINE) float gates[BLOCK_ROWS * PANEL];
         const std::int64_t n = std::min<std::int64_t>(PANEL, gate.features - panel * PANEL);
-        multiply_panel(op, gate, panel, span, first, count, [&](const float* y, std::int64_t row, int rows) {
-            std::memcpy(gates + (row - first) * PANEL, y, sizeof(float) * std::size_t(rows) * PANEL);
-        });
+        const auto add_biases = [&](const float* begin, float* y, int rows) {
+            if (begin) elements.finish({begin + panel * PANEL, 1.f, 1.f, false}, y, PANEL, rows, n, y, PANEL);
+        };
+        if (is_gated)
+            multiply_panel(op, gate, panel, span, first, count, [&](float* y, std::int64_t row, int rows) {
+                add_biases(biases, y, rows);
+                std::memcpy(gates + (row - first) * PANEL, y, sizeof(float) * std::size_t(rows) * PANEL);
+            });
         multiply_panel(op, up, panel, span, first, count, [&](float* y, std::int64_t row, int rows) {
+            add_biases(biases && is_gated ? biases + gate.features : biases, y, rows);
+            if (!is_gated && n == PANEL) elements.activate(op.function, y, std::int64_t(rows) * PANEL, y);
             for (const std::int64_t end = row + rows; row < end; row++, y += PANEL) {
-                const float* x = gates + (row - first) * PANEL;
                 float* out = is_quantised ? y : floats(op.out, row, span) + op.out_at + panel * PANEL;
-                elements.gate(op.function, x, y, n, out);
+                if (is_gated)
+                    elements.gate(op.function, gates + (row - first) * PANEL, y, n, out);
+                else if (n < PANEL)
+                    elements.activate(op.function, y, n, out);
+                else if (!is_quantised)
+                    std::memcpy(out, y, sizeof(float) * PANEL);
                 if (is_quantised) products.quantise(out, n, groups(op.out, row, span) + panel);
             }
         });
@@ -167,23 +201,63 @@ void Forward::embed(const Op& op, std::int64_t row, const Span& span) const {
     const Weight& table = weights[op.first_weight];
     const std::int64_t id = input.ids[row], n = table.columns;
     float* out = floats(op.out, row, span) + op.out_at;
+    row_of(table, id, op.factor, out);
+    if (op.vector >= 0) elements.add(out, vectors.data() + op.vector, 1.f, n, out);
+    if (op.num_weights < 2) return;
+    alignas(LINE) float position[MAX_POSITION_COLUMNS];
+    row_of(weights[op.first_weight + 1], row_places[row].position + op.offset, 1.f, position);
+    elements.add(out, position, 1.f, n, out);
+}
+
+// Row `index` of a table, times a factor.
+void Forward::row_of(const Weight& table, std::int64_t index, float factor, float* out) const {
+    const std::int64_t n = table.columns;
     if (!table.is_packed()) {
         const std::int64_t size = table.float_type() == 0 ? 4 : 2;
-        const void* stored = static_cast<const std::uint8_t*>(table.data) + id * n * size;
-        return elements.widen(FloatType(table.float_type()), stored, op.factor, n, out);
+        const void* stored = static_cast<const std::uint8_t*>(table.data) + index * n * size;
+        return elements.widen(FloatType(table.float_type()), stored, factor, n, out);
     }
-    unpack_row(table.matrix(), id, out);
-    elements.widen(FloatType::f32, out, op.factor, n, out);
+    unpack_row(table.matrix(), index, out);
+    elements.widen(FloatType::f32, out, factor, n, out);
+}
+
+// What a row keeps in its block from stage to stage.
+float* Forward::kept(std::int64_t row) const {
+    const Place& place = row_places[row];
+    return reinterpret_cast<float*>(input.cache + place.block * program.block_bytes() + program.kept_at() +
+                                    place.position % BLOCK_TOKENS * program.kept_bytes());
+}
+
+// Stores the keys and values of one row, which has queries, keys and values side by side.
+void Forward::store(const Op& op, const float* x, std::int64_t row) const {
+    const KVLayout layout = program.layout();
+    const Place& place = row_places[row];
+    std::uint8_t* block = input.cache + place.block * program.block_bytes() + op.layer * layout.block_bytes();
+    const std::int64_t pairs = op.rotary < 0 ? 0 : rotaries[op.rotary].num_pairs;
+    const float* rotary = pairs ? turns[op.rotary].data() + place.position * 2 * pairs : nullptr;
+    const float* norm = op.vector < 0 ? nullptr : vectors.data() + op.vector + program.head_dim;
+    const float* keys = x + std::int64_t(program.heads) * program.head_dim;
+    const float* values = keys + std::int64_t(program.kv_heads) * program.head_dim;
+    for (int h = 0; h < program.kv_heads; h++, keys += program.head_dim, values += program.head_dim)
+        kernel.store(layout, {keys, norm, rotary, int(2 * pairs), op.epsilon}, values, block + h * layout.head_bytes(),
+                     place.position % BLOCK_TOKENS);
 }
 
 // An operation that computes each row separately.
 void Forward::one_row(const Op& op, std::int64_t row, const Span& span) const {
     if (op.action == Action::embed) return embed(op, row, span);
-    const float* x = floats(op.in, row, span) + op.in_at;
+    const float* x = op.action == Action::load ? kept(row) + op.in_at : floats(op.in, row, span) + op.in_at;
+    if (op.action == Action::attention) return store(op, x, row);
     if (op.action == Action::quantise) return products.quantise(x, op.columns, groups(op.out, row, span));
-    float* out = floats(op.out, row, span) + op.out_at;
-    if (op.action == Action::add) return elements.add(out, x, op.factor, op.columns, out);
-    elements.norm(x, vectors.data() + op.vector, 0.f, op.epsilon, op.columns, out);
+    float* out = op.action == Action::save ? kept(row) + op.out_at : floats(op.out, row, span) + op.out_at;
+    if (op.action == Action::load || op.action == Action::save)
+        std::memcpy(out, x, sizeof(float) * std::size_t(op.columns));
+    else if (op.action == Action::add)
+        elements.add(out, x, op.factor, op.columns, out);
+    else if (op.centred)
+        elements.layer_norm(x, vectors.data() + op.vector, op.epsilon, op.columns, out);
+    else
+        elements.norm(x, vectors.data() + op.vector, 0.f, op.epsilon, op.columns, out);
 }
 
 void Forward::run_ops(std::int64_t first, std::int64_t last, const Span& span) const {
@@ -221,23 +295,28 @@ void Forward::run_segment(std::int64_t first, std::int64_t last) {
 }
 
 const char* Forward::attend(const Op& op) {
-    const bool rotates = op.rotary >= 0;
+    const bool rotates = op.rotary >= 0, is_kept = op.part == Part::attend;
     lockstep::native::Step step{};
-    step.layout = {program.kv_heads, program.head_dim, Storage(program.storage)};
+    step.layout = program.layout();
     step.heads = program.heads, step.window = op.window;
     step.rotary_dim = rotates ? 2 * rotaries[op.rotary].num_pairs : 0;
     step.scale = op.scale, step.epsilon = op.epsilon;
     step.num_tokens = input.num_tokens, step.num_blocks = input.num_blocks, step.plan_size = input.plan_size;
-    step.projected = reinterpret_cast<const float*>(step_memory[op.in].data);
+    step.projected = is_kept ? nullptr : reinterpret_cast<const float*>(step_memory[op.in].data);
     step.rotary = rotates ? turns[op.rotary].data() : nullptr;
     step.norms = op.vector < 0 ? nullptr : vectors.data() + op.vector;
     step.plan = input.plan;
-    const std::int64_t block_bytes = std::int64_t(step.layout.block_bytes());
-    step.cache = input.cache + op.layer * block_bytes, step.block_stride = program.num_layers * block_bytes;
+    const std::int64_t layer_at = op.layer * std::int64_t(step.layout.block_bytes());
+    const std::int64_t queries_at = program.kept_at() + op.in_at * std::int64_t(sizeof(float));
+    step.cache = input.cache + layer_at, step.block_stride = program.block_bytes();
+    step.totals = input.totals, step.totals_size = input.totals_size;
+    if (is_kept) step.queries = input.cache + queries_at, step.query_stride = program.kept_bytes();
+    step.queries_bytes = input.num_blocks * step.block_stride - queries_at;
     step.out = reinterpret_cast<float*>(step_memory[op.out].data);
-    step.projected_size = input.num_tokens * buffers[op.in].columns;
-    step.rotary_size = input.num_tokens * step.rotary_dim, step.norms_size = step.norms ? 2 * program.head_dim : 0;
-    step.cache_bytes = input.num_blocks * step.block_stride - op.layer * block_bytes;
+    step.projected_size = is_kept ? 0 : input.num_tokens * buffers[op.in].columns;
+    step.rotary_size = rotates ? std::int64_t(turns[op.rotary].size()) : 0;
+    step.norms_size = step.norms ? 2 * program.head_dim : 0;
+    step.cache_bytes = input.num_blocks * step.block_stride - layer_at;
     step.out_size = input.num_tokens * buffers[op.out].columns;
     const auto run = [](void* pool, std::int64_t count, void (*item)(void*, std::int64_t), void* work) {
         claim(static_cast<Pool*>(pool), count, [&](std::int64_t i) { item(work, i); });
@@ -248,15 +327,27 @@ const char* Forward::attend(const Op& op) {
 const char* Forward::fault(const StepInput& step) const {
     if (step.num_tokens < 1 || step.num_tokens > MAX_TOKENS || !step.ids) return "a step has 1 to 2^20 tokens";
     if (!step.plan || step.plan_size < 1) return "the step has no plan";
-    if (step.num_layers != program.num_layers || !step.cache || step.num_blocks < 1) return "the step has no KV blocks";
+    if (step.block_bytes != program.block_bytes() || !step.cache || step.num_blocks < 1) return "the step has no KV blocks";
+    if (step.stage < 0 || step.stage >= num_stages) return "the program has no such stage";
+    if ((step.totals != nullptr) != (program.kept > 0)) return "total lengths are those of a program with stages";
     for (std::int64_t i = 0; i < step.num_tokens; i++)
         if (step.ids[i] < 0 || step.ids[i] >= program.vocab_size) return "a token is not of the vocabulary";
     const std::int64_t columns = buffers[program.hidden].columns, rows = step.num_hidden_rows;
+    if (rows && step.stage + 1 < num_stages) return "only the last stage has hidden states";
     if (rows < 0 || rows > step.num_tokens || (rows && (!step.hidden_rows || !step.hidden || step.hidden_size < rows * columns)))
         return "hidden states have no room";
     for (std::int64_t i = 0; i < rows; i++)
         if (step.hidden_rows[i] < 0 || step.hidden_rows[i] >= step.num_tokens) return "a row is not of the step";
-    return plan_fault(step.plan, step.plan_size, step.num_tokens, step.num_blocks);
+    if (const char* wrong = plan_fault(step.plan, step.plan_size, step.totals, step.totals_size, step.num_tokens, step.num_blocks))
+        return wrong;
+    const std::int64_t num_sequences = step.plan[0];
+    const std::int32_t *past = step.plan + 1, *begins = past + num_sequences;
+    for (std::int64_t s = 0; s < num_sequences; s++) {
+        const std::int64_t length = step.totals ? step.totals[s] : past[s] + std::int64_t(begins[s + 1]) - begins[s];
+        if (length > positions) return "a sequence is longer than the table of positions";
+        if (step.totals && length > MAX_TOKENS) return "a sequence has more than 2^20 tokens";
+    }
+    return nullptr;
 }
 
 // Allocates room for the step's rows and their rotations. Positions follow from the plan.
@@ -266,6 +357,14 @@ void Forward::prepare(const StepInput& step) {
         if (buffers[i].life == Life::step) step_memory[i].reserve(step.num_tokens * buffers[i].row_bytes());
     const std::int64_t num_sequences = step.plan[0];
     const std::int32_t *past = step.plan + 1, *begins = past + num_sequences;
+    row_places.resize(std::size_t(step.num_tokens));
+    const std::int32_t *table_begins = begins + num_sequences + 1, *blocks = table_begins + num_sequences + 1;
+    for (std::int64_t s = 0; s < num_sequences; s++)
+        for (std::int32_t row = begins[s]; row < begins[s + 1]; row++) {
+            const std::int32_t position = past[s] + row - begins[s];
+            row_places[row] = {blocks[table_begins[s] + position / BLOCK_TOKENS], position};
+        }
+    if (program.kept) return turn_positions(step.totals, num_sequences);
     for (std::size_t i = 0; i < rotaries.size(); i++) {
         const Rotary& each = rotaries[i];
         turns[i].resize(std::size_t(step.num_tokens) * 2 * each.num_pairs);
@@ -276,35 +375,60 @@ void Forward::prepare(const StepInput& step) {
     }
 }
 
-// Runs the final part and the head over some rows of the latest step, as many at a time as there is room for.
-template <class F>
-void Forward::run_rows(const std::int64_t* rows, std::int64_t num_rows, std::int64_t first, std::int64_t last,
-                       float* logits, const F& take) const {
-    const std::size_t bytes = buffers[program.state].row_bytes();
+// The rotations of all positions up to the longest sequence. They are kept, for each stage of each text needs them.
+void Forward::turn_positions(const std::int32_t* totals, std::int64_t num_sequences) {
+    std::int64_t longest = 0;
+    for (std::int64_t s = 0; s < num_sequences; s++) longest = std::max<std::int64_t>(longest, totals[s]);
+    for (std::size_t i = 0; i < rotaries.size(); i++) {
+        const Rotary& each = rotaries[i];
+        const std::int64_t columns = 2 * each.num_pairs, known = std::int64_t(turns[i].size()) / columns;
+        if (longest <= known) continue;
+        turns[i].resize(std::size_t(longest * columns));
+        for (std::int64_t position = known; position < longest; position++)
+            elements.rotation(vectors.data() + each.vector, position, each.factor, each.num_pairs,
+                              &turns[i][std::size_t(position * columns)]);
+    }
+}
+
+// Runs the final part and the head over some rows, as many at a time as there is room for: put(row, count, span) writes
+// their inputs, and take(row, count, span) reads their results.
+template <class F, class G>
+void Forward::run_rows(std::int64_t num_rows, std::int64_t first, std::int64_t last, float* logits, const F& put,
+                       const G& take) const {
+    const std::int64_t columns = program.logits < 0 ? 0 : buffers[program.logits].columns;
     for (std::int64_t row = 0; row < num_rows; row += shared_rows) {
         const std::int64_t count = std::min(shared_rows, num_rows - row);
-        const Span span{0, count, areas.data, count, logits ? logits + row * program.vocab_size : nullptr, pool};
-        for (std::int64_t i = 0; i < count; i++)
-            std::memcpy(at(program.gathered, i, span), at(program.state, rows[row + i], span), bytes);
+        const Span span{0, count, areas.data, count, logits ? logits + row * columns : nullptr, pool};
+        put(row, count, span);
         run_ops(first, last, span);
         take(row, count, span);
     }
+}
+
+// Copies the states of some rows of the latest step to the inputs of the final part.
+void Forward::gather(const std::int64_t* rows, std::int64_t count, const Span& span) const {
+    const std::size_t bytes = buffers[program.state].row_bytes();
+    for (std::int64_t i = 0; i < count; i++)
+        std::memcpy(at(program.gathered, i, span), at(program.state, rows[i], span), bytes);
 }
 
 const char* Forward::step(const StepInput& step) try {
     if (const char* wrong = fault(step)) return wrong;
     num_tokens = 0;
     prepare(step);
-    std::int64_t first = 0;
-    for (std::int64_t i = 0; i <= program.final_begin; i++) {
-        if (i < program.final_begin && ops[i].action != Action::attention) continue;
+    std::int64_t first = stage_begin(ops, step.stage, program.final_begin);
+    const std::int64_t last = stage_begin(ops, step.stage + 1, program.final_begin);
+    for (std::int64_t i = first; i <= last; i++) {
+        if (i < last && !attends(ops[i])) continue;
         run_segment(first, i);
         first = i + 1;
-        if (i < program.final_begin)
+        if (i < last)
             if (const char* wrong = attend(ops[i])) return wrong;
     }
+    if (step.stage + 1 < num_stages) return nullptr;
     const std::int64_t columns = buffers[program.hidden].columns;
-    run_rows(step.hidden_rows, step.num_hidden_rows, program.final_begin, program.head_begin, nullptr,
+    run_rows(step.num_hidden_rows, program.final_begin, program.head_begin, nullptr,
+             [&](std::int64_t row, std::int64_t count, const Span& span) { gather(step.hidden_rows + row, count, span); },
              [&](std::int64_t row, std::int64_t count, const Span& span) {
                  std::memcpy(step.hidden + row * columns, floats(program.hidden, 0, span), sizeof(float) * count * columns);
              });
@@ -315,11 +439,30 @@ const char* Forward::step(const StepInput& step) try {
 }
 
 const char* Forward::logits(const std::int64_t* rows, std::int64_t num_rows, float* out, std::int64_t out_size) const {
-    if (num_rows < 0 || num_rows > MAX_TOKENS || (num_rows && (!rows || !out || out_size / num_rows < program.vocab_size)))
+    if (program.logits < 0) return "the program has no head";
+    const std::int64_t columns = buffers[program.logits].columns;
+    if (num_rows < 0 || num_rows > MAX_TOKENS || (num_rows && (!rows || !out || out_size / num_rows < columns)))
         return "logits have no room";
     for (std::int64_t i = 0; i < num_rows; i++)
         if (rows[i] < 0 || rows[i] >= num_tokens) return "a row is not of the latest step";
-    run_rows(rows, num_rows, program.final_begin, program.num_ops, out, [](std::int64_t, std::int64_t, const Span&) {});
+    run_rows(num_rows, program.final_begin, program.num_ops, out,
+             [&](std::int64_t row, std::int64_t count, const Span& span) { gather(rows + row, count, span); },
+             [](std::int64_t, std::int64_t, const Span&) {});
+    return nullptr;
+}
+
+const char* Forward::project(const float* vectors, std::int64_t size, std::int64_t num_rows, float* out,
+                             std::int64_t out_size) const {
+    if (program.logits < 0) return "the program has no head";
+    const std::int64_t columns = buffers[program.hidden].columns, results = buffers[program.logits].columns;
+    if (num_rows < 0 || num_rows > MAX_TOKENS || (num_rows && (!vectors || size / num_rows < columns)))
+        return "there are fewer vectors";
+    if (num_rows && (!out || out_size / num_rows < results)) return "the results have no room";
+    run_rows(num_rows, program.head_begin, program.num_ops, out,
+             [&](std::int64_t row, std::int64_t count, const Span& span) {
+                 std::memcpy(floats(program.hidden, 0, span), vectors + row * columns, sizeof(float) * count * columns);
+             },
+             [](std::int64_t, std::int64_t, const Span&) {});
     return nullptr;
 }
 

@@ -12,14 +12,16 @@
 
 namespace lockstep::native {
 
-// A step: T tokens, and the requested results.
+// A step, or one stage of it: T tokens, and the requested results.
 struct StepInput {
     std::int64_t num_tokens;
     const std::int64_t* ids;      // [T]
     const std::int32_t* plan;     // the format of attention.hpp
     std::int64_t plan_size;
-    std::uint8_t* cache;          // [num_blocks][num_layers][block_bytes]
-    std::int64_t num_layers, num_blocks;
+    const std::int32_t* totals;   // total lengths of the sequences of a program with stages; else nullptr
+    std::int64_t totals_size, stage;
+    std::uint8_t* cache;          // [num_blocks][block_bytes]: the layers, and what rows keep
+    std::int64_t block_bytes, num_blocks;
     std::int64_t num_hidden_rows;
     const std::int64_t* hidden_rows;  // tokens whose hidden states are requested
     float* hidden;                    // [num_hidden_rows][hidden columns]
@@ -51,11 +53,13 @@ public:
     // std::bad_alloc: out of memory.
     Forward(const Program&, const char* isa, Pool*);
 
-    // Runs the body, and computes the requested hidden states. Returns nullptr, or an error message; then nothing was
-    // written.
+    // Runs a stage of the body, and after the last one computes the requested hidden states. Returns nullptr, or an error
+    // message; then nothing was written.
     const char* step(const StepInput&);
-    // Logits of some tokens of the latest step: [num_rows][vocab_size].
+    // Logits of some tokens of the latest step: [num_rows][their columns].
     const char* logits(const std::int64_t* rows, std::int64_t num_rows, float* out, std::int64_t out_size) const;
+    // The head's results for vectors in the place of hidden states: [num_rows][hidden columns].
+    const char* project(const float* vectors, std::int64_t size, std::int64_t num_rows, float* out, std::int64_t out_size) const;
 
 private:
     struct Span;
@@ -63,12 +67,17 @@ private:
     void prepare(const StepInput&);
     void run_segment(std::int64_t first, std::int64_t last);
     const char* attend(const Op&);
-    template <class F>
-    void run_rows(const std::int64_t* rows, std::int64_t num_rows, std::int64_t first, std::int64_t last, float* logits,
-                  const F& take) const;
+    template <class F, class G>
+    void run_rows(std::int64_t num_rows, std::int64_t first, std::int64_t last, float* logits, const F& put,
+                  const G& take) const;
+    void gather(const std::int64_t* rows, std::int64_t count, const Span&) const;
+    void turn_positions(const std::int32_t* totals, std::int64_t num_sequences);
     void run_ops(std::int64_t first, std::int64_t last, const Span&) const;
     void one_row(const Op&, std::int64_t row, const Span&) const;
     void embed(const Op&, std::int64_t row, const Span&) const;
+    void store(const Op&, const float* x, std::int64_t row) const;
+    void row_of(const Weight& table, std::int64_t index, float factor, float* out) const;
+    float* kept(std::int64_t row) const;
     void product(const Op&, const Span&) const;
     void gate(const Op&, const Span&) const;
     template <class F>
@@ -94,7 +103,12 @@ private:
     std::vector<std::int64_t> places;  // of short-lived buffers, in an area, for each row that it has room for
     Memory areas;                      // one for each thread, or one for the rows that threads share
     std::vector<Memory> step_memory;   // of buffers that exist for a step
-    std::vector<std::vector<float>> turns;  // by rotation: [T][2 * num_pairs]
+    std::vector<std::vector<float>> turns;  // by rotation: [T][2 * num_pairs]; with stages: by position
+    std::int64_t num_stages, positions;      // positions: rows of the table of positions
+    struct Place {
+        std::int32_t block, position;
+    };
+    std::vector<Place> row_places;  // [T], of a program with stages
     StepInput input{};
     std::int64_t num_tokens = 0;  // of the latest step; 0: it failed
 };

@@ -55,6 +55,21 @@ struct Avx2 {
         _mm_storeu_si128((__m128i*)at, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
         _mm_storeu_si128((__m128i*)(at + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
     }
+
+    static void fold(const V* x, float* out) {
+        fold(half(x[0]), half(x[1]), half(x[2]), half(x[3]), out);
+    }
+    static __m256 half(V x) { return _mm256_add_ps(x.a, x.b); }
+    // The second half of `fold`: four vectors of eight lanes.
+    static void fold(__m256 a, __m256 b, __m256 c, __m256 d, float* out) {
+        const __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+        const __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+        // Pairs of lanes: [a c | b d].
+        const __m256 pairs = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+        const __m128 ac = _mm256_castps256_ps128(pairs), bd = _mm256_extractf128_ps(pairs, 1);
+        const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ac, bd, 0x88), _mm_shuffle_ps(ac, bd, 0xdd));  // a, c, b, d
+        _mm_storeu_ps(out, _mm_shuffle_ps(sums, sums, 0xd8));
+    }
 };
 
 }  // namespace

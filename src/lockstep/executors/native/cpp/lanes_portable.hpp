@@ -93,6 +93,14 @@ struct Portable {
         for (int i = 0; i < LANES; i++) at[i] = halved(x.lane[i]);
     }
 
+    // The sums of the lanes of four vectors, each by the tree of `sum_of`.
+    static void fold(const V* x, float* out) {
+        for (int i = 0; i < 4; i++) {
+            V lanes = x[i];
+            out[i] = sum_of(lanes.lane);
+        }
+    }
+
     // IEEE 754 binary16: subnormal numbers are integers times 2^-24.
     static float widened(std::uint16_t half) {
         const std::uint32_t sign = std::uint32_t(half & 0x8000) << 16, exponent = half >> 10 & 31,

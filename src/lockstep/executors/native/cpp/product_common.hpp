@@ -46,7 +46,8 @@ template <class L, FloatType T>
 struct FloatRows {
     using Stored = std::conditional_t<T == FloatType::f32, float, std::uint16_t>;
     using V = typename L::V;
-    static constexpr int TILE = 4;
+    // Rows and features of a tile: as many sums as there are registers for, beside those of the factors.
+    static constexpr int ROWS = L::REGISTERS >= 32 ? 6 : 2, FEATURES = L::REGISTERS >= 32 ? 4 : 2;
 
     static V load(const Stored* at) {
         if constexpr (T == FloatType::f32) return L::load(at);
@@ -54,42 +55,62 @@ struct FloatRows {
         else return L::load_brain(at);
     }
 
-    template <int R>
-    static void dot(const Stored* w, std::int64_t columns, const float* x, std::int64_t stride, float* out,
-                    std::int64_t out_stride) {
-        V acc[R];
-        for (int r = 0; r < R; r++) acc[r] = L::zero();
+    template <int R, int F>
+    static void tile(const Stored* w, std::int64_t columns, const float* x, std::int64_t stride, float* out,
+                     std::int64_t out_stride) {
+        V acc[R * F];
+        for (int i = 0; i < R * F; i++) acc[i] = L::zero();
         std::int64_t at = 0;
         for (; at + LANES <= columns; at += LANES) {
-            const V weight = load(w + at);
-            for (int r = 0; r < R; r++) acc[r] = L::fma(weight, L::load(x + r * stride + at), acc[r]);
+            V weight[F];
+            for (int f = 0; f < F; f++) weight[f] = load(w + f * columns + at);
+            for (int r = 0; r < R; r++) {
+                const V number = L::load(x + r * stride + at);
+                for (int f = 0; f < F; f++) acc[r * F + f] = L::fma(weight[f], number, acc[r * F + f]);
+            }
         }
         if (at < columns) {
             const std::size_t rest = std::size_t(columns - at);
-            Stored last[LANES] = {};
-            std::memcpy(last, w + at, rest * sizeof(Stored));
-            for (int r = 0; r < R; r++) {
-                float numbers[LANES] = {};
-                std::memcpy(numbers, x + r * stride + at, rest * sizeof(float));
-                acc[r] = L::fma(load(last), L::load(numbers), acc[r]);
+            for (int f = 0; f < F; f++) {
+                Stored last[LANES] = {};
+                std::memcpy(last, w + f * columns + at, rest * sizeof(Stored));
+                for (int r = 0; r < R; r++) {
+                    float numbers[LANES] = {};
+                    std::memcpy(numbers, x + r * stride + at, rest * sizeof(float));
+                    acc[r * F + f] = L::fma(load(last), L::load(numbers), acc[r * F + f]);
+                }
             }
         }
-        for (int r = 0; r < R; r++) {
+        float sums[(R * F + 3) / 4 * 4];
+        int done = 0;
+        for (; done + 4 <= R * F; done += 4) L::fold(acc + done, sums + done);
+        for (; done < R * F; done++) {
             float lanes[LANES];
-            L::store(lanes, acc[r]);
-            out[r * out_stride] = canonical(sum_of(lanes));
+            L::store(lanes, acc[done]);
+            sums[done] = sum_of(lanes);
         }
+        for (int r = 0; r < R; r++)
+            for (int f = 0; f < F; f++) out[r * out_stride + f] = canonical(sums[r * F + f]);
+    }
+
+    // Some rows with all features, so that the rows stay in the L1 cache.
+    template <int R>
+    static void some_rows(const Stored* w, std::int64_t features, std::int64_t columns, const float* x,
+                          std::int64_t stride, float* out, std::int64_t out_stride) {
+        std::int64_t feature = 0;
+        for (; feature + FEATURES <= features; feature += FEATURES)
+            tile<R, FEATURES>(w + feature * columns, columns, x, stride, out + feature, out_stride);
+        for (; feature < features; feature++) tile<R, 1>(w + feature * columns, columns, x, stride, out + feature, out_stride);
     }
 
     static void all(const void* weights, std::int64_t features, std::int64_t columns, const float* x,
                     std::int64_t stride, std::int64_t rows, float* out, std::int64_t out_stride) {
-        for (std::int64_t feature = 0; feature < features; feature++) {
-            const Stored* w = static_cast<const Stored*>(weights) + feature * columns;
-            std::int64_t row = 0;
-            for (; row + TILE <= rows; row += TILE)
-                dot<TILE>(w, columns, x + row * stride, stride, out + row * out_stride + feature, out_stride);
-            for (; row < rows; row++) dot<1>(w, columns, x + row * stride, stride, out + row * out_stride + feature, 1);
-        }
+        const Stored* w = static_cast<const Stored*>(weights);
+        for (; rows >= ROWS; rows -= ROWS, x += ROWS * stride, out += ROWS * out_stride)
+            some_rows<ROWS>(w, features, columns, x, stride, out, out_stride);
+        for (; rows >= 2; rows -= 2, x += 2 * stride, out += 2 * out_stride)
+            some_rows<2>(w, features, columns, x, stride, out, out_stride);
+        if (rows) some_rows<1>(w, features, columns, x, stride, out, out_stride);
     }
 };
 

@@ -50,15 +50,26 @@ const char* operand_fault(const Program& p, const Op& op, std::int64_t& features
     return nullptr;
 }
 
+// Kept columns [at, at + count) of a row.
+bool has_kept(const Program& p, std::int64_t at, std::int64_t count) {
+    return at >= 0 && count >= 1 && at + count <= p.kept;
+}
+
 const char* attention_fault(const Program& p, const Op& op) {
     const std::int64_t queries = std::int64_t(p.heads) * p.head_dim, keys = std::int64_t(p.kv_heads) * p.head_dim;
+    if (op.part < Part::whole || op.part > Part::attend) return "attention has no such part";
+    if ((op.part == Part::whole) != (p.kept == 0)) return "attention has the parts of another kind of program";
     if (!is_within(op.layer, p.num_layers) || op.window < 0) return "attention has no such layer or window";
     if (op.rotary != -1 && !is_within(op.rotary, p.num_rotaries)) return "attention has no such rotation";
     if (op.vector != -1 && !has_numbers(p, op.vector, 2 * p.head_dim)) return "attention's norms are not there";
-    if (!has_floats(p, op.in, 0, queries + 2 * keys) || p.buffers[op.in].columns != queries + 2 * keys)
+    if (op.part == Part::attend) {
+        if (!has_kept(p, op.in_at, queries)) return "attention's queries are not kept";
+    } else if (!has_floats(p, op.in, 0, queries + 2 * keys) || p.buffers[op.in].columns != queries + 2 * keys) {
         return "attention's input has other heads";
+    }
+    if (op.part == Part::store) return nullptr;
     if (!has_floats(p, op.out, 0, queries) || p.buffers[op.out].columns != queries) return "attention's output has other heads";
-    if (p.buffers[op.in].life != Life::step || p.buffers[op.out].life != Life::step)
+    if ((op.part == Part::whole && p.buffers[op.in].life != Life::step) || p.buffers[op.out].life != Life::step)
         return "attention needs all rows of its buffers";
     return nullptr;
 }
@@ -66,16 +77,24 @@ const char* attention_fault(const Program& p, const Op& op) {
 const char* op_fault(const Program& p, const Op& op) {
     for (const std::int32_t buffer : {op.in, op.in_groups})
         if (buffer != -1 && !is_within(buffer, p.num_buffers)) return "an operation's input is not there";
+    const bool has_output = op.action != Action::save && (op.action != Action::attention || op.part != Part::store);
+    if (has_output ? !is_within(op.out, p.num_buffers) : op.out != -1) return "an operation's output has no room";
     std::int64_t features = 0;
     switch (op.action) {
         case Action::embed: {
-            if (op.num_weights != 1 || !is_within(op.first_weight, p.num_weights)) return "there is no table to embed from";
-            const Weight& w = p.weights[op.first_weight];
+            if (op.num_weights < 1 || op.num_weights > 2 || op.first_weight < 0 ||
+                op.first_weight > p.num_weights - op.num_weights)
+                return "there is no table to embed from";
+            const Weight &w = p.weights[op.first_weight], &positions = p.weights[op.first_weight + op.num_weights - 1];
             if (w.features != p.vocab_size) return "the table does not have the vocabulary's size";
+            if (positions.columns != w.columns || op.offset < 0 || (op.num_weights == 2 && w.columns > MAX_POSITION_COLUMNS))
+                return "the positions have no table of these columns";
+            if (op.vector != -1 && !has_numbers(p, op.vector, w.columns)) return "an embedding's numbers are not there";
             return has_floats(p, op.out, op.out_at, w.columns) ? nullptr : "an embedding has no room";
         }
         case Action::norm:
-            if (!has_numbers(p, op.vector, op.columns)) return "a norm's weights are not there";
+            if (!has_numbers(p, op.vector, (op.centred ? 2 : 1) * std::int64_t(op.columns)))
+                return "a norm's weights are not there";
             [[fallthrough]];
         case Action::add:
             if (!has_floats(p, op.in, op.in_at, op.columns)) return "an operation's input is not there";
@@ -89,13 +108,20 @@ const char* op_fault(const Program& p, const Op& op) {
             return has_floats(p, op.out, op.out_at, features) ? nullptr : "a product has no room";
         case Action::gate:
             if (const char* wrong = operand_fault(p, op, features)) return wrong;
-            if (op.num_weights != 2 || p.weights[op.first_weight].features != p.weights[op.first_weight + 1].features)
-                return "a gate needs two weights of one size";
-            if (op.function < Gate::silu || op.function > Gate::gelu_erf) return "there is no such function of a gate";
-            return has_groups(p, op.out, features / 2) || has_floats(p, op.out, op.out_at, features / 2)
-                       ? nullptr : "a gate has no room";
+            if (op.num_weights > 2 || features != op.num_weights * p.weights[op.first_weight].features)
+                return "a gate needs one weight, or two of one size";
+            if (op.function < Gate::silu || int(op.function) >= GATES) return "there is no such function of a gate";
+            if (op.vector != -1 && !has_numbers(p, op.vector, features)) return "a gate's biases are not there";
+            features /= op.num_weights;
+            return has_groups(p, op.out, features) || has_floats(p, op.out, op.out_at, features) ? nullptr : "a gate has no room";
         case Action::attention:
             return attention_fault(p, op);
+        case Action::load:
+            if (!has_kept(p, op.in_at, op.columns)) return "an operation's kept columns are not there";
+            return has_floats(p, op.out, op.out_at, op.columns) ? nullptr : "an operation's output has no room";
+        case Action::save:
+            if (!has_kept(p, op.out_at, op.columns)) return "an operation's kept columns are not there";
+            return has_floats(p, op.in, op.in_at, op.columns) ? nullptr : "an operation's input is not there";
     }
     return "there is no such operation";
 }
@@ -105,7 +131,20 @@ const char* heads_fault(const Program& p) {
         return "the query heads are no multiple of the KV heads";
     if (p.head_dim < HEAD_DIM_UNIT || p.head_dim % HEAD_DIM_UNIT || p.head_dim > MAX_HEAD_DIM)
         return "a head's size is not a multiple of 8 up to 512";
+    if (p.kept < 0 || p.kept > MAX_PRODUCT_COLUMNS) return "a row keeps more than 2^20 numbers";
     return is_within(p.storage, 3) ? nullptr : "keys and values have no such precision";
+}
+
+// Checks the buffers of results.
+const char* results_fault(const Program& p) {
+    for (const std::int32_t buffer : {p.state, p.gathered, p.hidden})
+        if (!has_floats(p, buffer, 0, 1)) return "a result has no buffer";
+    if (p.logits == -1 ? p.num_ops != p.head_begin : !has_floats(p, p.logits, 0, 1)) return "a result has no buffer";
+    if (p.state == p.logits || p.gathered == p.logits || p.hidden == p.logits) return "only the head has logits";
+    if (p.buffers[p.gathered].columns != p.buffers[p.state].columns) return "gathered rows are not those of the state";
+    if (p.buffers[p.gathered].life != Life::rows || p.buffers[p.hidden].life != Life::rows)
+        return "only the body works on whole steps";
+    return p.buffers[p.state].life == Life::step ? nullptr : "a result's buffer has another shape";
 }
 
 }  // namespace
@@ -126,21 +165,17 @@ const char* fault_of(const Program& p) {
         if (p.rotaries[i].num_pairs < 1 || 2 * std::int64_t(p.rotaries[i].num_pairs) > p.head_dim ||
             !has_numbers(p, p.rotaries[i].vector, p.rotaries[i].num_pairs))
             return "a rotation's frequencies are not there";
-    for (const std::int32_t buffer : {p.state, p.gathered, p.hidden, p.logits})
-        if (!has_floats(p, buffer, 0, 1)) return "a result has no buffer";
-    if (p.state == p.logits || p.gathered == p.logits || p.hidden == p.logits) return "only the head has logits";
-    if (p.buffers[p.gathered].columns != p.buffers[p.state].columns) return "gathered rows are not those of the state";
-    if (p.buffers[p.state].life != Life::step || p.buffers[p.logits].columns != p.vocab_size)
-        return "a result's buffer has another shape";
+    if (const char* wrong = results_fault(p)) return wrong;
     for (std::int64_t i = 0; i < p.num_weights; i++)
         if (const char* wrong = weight_fault(p.weights[i])) return wrong;
     for (std::int64_t i = 0; i < p.num_ops; i++) {
         const Op& op = p.ops[i];
         if (const char* wrong = op_fault(p, op)) return wrong;
-        if (i < p.head_begin && (op.in == p.logits || op.out == p.logits)) return "only the head has logits";
-        const bool uses_tokens = op.action == Action::embed || op.action == Action::attention;
-        if (i >= p.final_begin && (uses_tokens || (op.in >= 0 && p.buffers[op.in].life == Life::step) ||
-                                   p.buffers[op.out].life == Life::step))
+        if (i < p.head_begin && p.logits >= 0 && (op.in == p.logits || op.out == p.logits)) return "only the head has logits";
+        const bool uses_tokens = op.action == Action::embed || op.action == Action::attention ||
+                                 op.action == Action::load || op.action == Action::save;
+        const auto is_of_step = [&](std::int32_t buffer) { return buffer >= 0 && p.buffers[buffer].life == Life::step; };
+        if (i >= p.final_begin && (uses_tokens || is_of_step(op.in) || is_of_step(op.in_groups) || is_of_step(op.out)))
             return "only the body works on whole steps";
     }
     return nullptr;

@@ -4,6 +4,10 @@
 // A program has three parts. The body computes the state after the last layer from the token ids of a step. The final
 // part computes the hidden states of the requested rows, and the head computes their logits. Every operation except
 // attention computes each row separately.
+//
+// Where attention looks both ways, a row needs the keys and values of later ones. Such a program has stages: each
+// `attend` begins the next one, which may run when the stage before it has run for all rows of a sequence. Between two
+// stages, a row's values stay in its KV block: `save` writes them, `load` and `attend` read them.
 #pragma once
 
 #include "attention.hpp"
@@ -14,16 +18,23 @@ namespace lockstep::native {
 
 // Operations on the rows of buffers. `vector` is an index into Program::vectors.
 //
-//   embed      out = row `id` of the table * factor
-//   norm       out = RMS norm of in, with epsilon and the weights at `vector`
+//   embed      out = row `id` of the table * factor; + the numbers at `vector`; + row (position + offset) of the second
+//              weight, if there is one
+//   norm       out = RMS norm of in, with epsilon and the weights at `vector`; if `centred`, the norm of its distances
+//              from their mean, with the weights and then the biases at `vector`
 //   quantise   out = in, as groups of int8 numbers
 //   product    y = in times each of the weights in turn, side by side; + the biases at `vector`; / divisor;
 //              then out = y, or out = out + y * factor if `adds`
-//   gate       out = function(in times the first weight) * (in times the second one)
+//   gate       out = function(in times the first weight) * (in times the second one), or without the second factor if
+//              there is one weight; the biases at `vector`, side by side, are added to the products
 //   add        out = out + in * factor
-//   attention  out = attention of queries, keys and values in `in`, with norms of heads at `vector`
-enum class Action : std::int32_t { embed, norm, quantise, product, gate, add, attention };
-constexpr int ACTIONS = 7;
+//   attention  out = attention of queries, keys and values in `in`, with norms of heads at `vector`; by its part, this
+//              only stores the keys and values of `in`, or it only attends, with the queries that are kept from column
+//              in_at on
+//   load       out = the row's kept columns from in_at on
+//   save       the row's kept columns from out_at on = in
+enum class Action : std::int32_t { embed, norm, quantise, product, gate, add, attention, load, save };
+enum class Part : std::int32_t { whole, store, attend };
 
 struct Op {
     Action action;
@@ -31,14 +42,17 @@ struct Op {
     std::int32_t in_groups;  // a buffer of groups, for weights in panels; -1: none
     std::int32_t out;
     std::int32_t in_at, out_at;  // the first column
-    std::int32_t columns;        // of norm, quantise and add
+    std::int32_t columns;        // of norm, quantise, add, load and save
     std::int32_t first_weight, num_weights;
     std::int32_t vector;  // -1: none
     std::int32_t layer, window, rotary;  // of attention; rotary -1: heads are not rotated
-    std::int32_t adds;
+    std::int32_t adds, offset, centred;
+    Part part;
     Gate function;
     float epsilon, factor, divisor, scale;  // scale: of attention scores
 };
+
+constexpr int MAX_POSITION_COLUMNS = 1 << 13;  // of a table of positions
 
 constexpr int NUM_TYPES = KINDS + 3;  // of weights: kinds of panels, then F32, F16 and BF16 as they are stored
 
@@ -84,9 +98,16 @@ struct Program {
     std::int64_t num_vectors;  // numbers
     const Rotary* rotaries;
     std::int64_t num_rotaries;
-    std::int32_t state, gathered, hidden, logits;  // buffers: result of the body, its rows for the rest, and results
+    // Buffers: result of the body, its rows for the rest, and results. Without a head, there are no logits: -1.
+    std::int32_t state, gathered, hidden, logits;
     std::int32_t num_layers, heads, kv_heads, head_dim;
     std::int32_t storage, vocab_size;
+    std::int32_t kept;  // floats of each row that stay in its block from stage to stage, after all layers; 0: one stage
+
+    KVLayout layout() const { return {kv_heads, head_dim, Storage(storage)}; }
+    std::int64_t kept_at() const { return num_layers * std::int64_t(layout().block_bytes()); }
+    std::int64_t kept_bytes() const { return kept * std::int64_t(sizeof(float)); }
+    std::int64_t block_bytes() const { return kept_at() + BLOCK_TOKENS * kept_bytes(); }
 };
 
 // Checks a program. Returns nullptr, or an error message. A valid program never accesses memory that it does not name.

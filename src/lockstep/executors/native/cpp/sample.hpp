@@ -91,9 +91,10 @@ template <class L>
 constexpr Elements elements_of(const char* name) {
     using E = Elementwise<L>;
     using S = Sample<L>;
-    return {name,         E::norm,     E::add,         E::finish,       E::gate,          E::cap,   E::divide,
-            E::widen,     E::rotation, S::weigh,       S::weigh_lightly, S::total, S::total_64,
-            S::log_total, S::softmax,  S::log_softmax, S::dot,           S::unit};
+    return {name,      E::norm,     E::layer_norm, E::add,           E::finish,      E::gate,
+            E::activate, E::cap,    E::divide,     E::widen,         E::rotation,    S::weigh,
+            S::weigh_lightly, S::total, S::total_64, S::log_total,   S::softmax,     S::log_softmax,
+            S::dot,    S::unit};
 }
 
 }  // namespace lockstep::native
