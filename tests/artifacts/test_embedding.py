@@ -59,7 +59,6 @@ def test_all_modules_and_files_are_read(tmp_path: Path) -> None:
         "sentence_bert_config.json",
         "1_Pooling/config.json",
         "2_Dense/config.json",
-        "2_Dense/model.safetensors",
     )
 
 

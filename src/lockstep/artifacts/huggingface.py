@@ -74,7 +74,10 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         path=path,
         format="safetensors",
         fingerprint=files_fingerprint(path, [*small, *files_of(path), *files], cache_dir),
-        num_bytes=sum((path / name).stat().st_size for name in files),
+        num_bytes=sum(
+            (path / name).stat().st_size
+            for name in [*files, *(f"{module.folder}/{DENSE_WEIGHTS}" for module in modules)]
+        ),
         config=config,
         weights=MappedWeights(path, tensors),
         load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation), embedding),

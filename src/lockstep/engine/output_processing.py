@@ -172,7 +172,7 @@ class OutputProcessor:
         """Apply the model's layers for pooled vectors, if it has any."""
         executor = self._executor
         if isinstance(executor, VectorHead) and executor.head_size is not None:
-            return executor.project(vector[np.newaxis])[0]
+            vector = executor.project(vector[np.newaxis])[0]
         return vector
 
     def undo_finishes(self, plan: StepPlan) -> list[int]:
