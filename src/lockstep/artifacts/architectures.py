@@ -54,7 +54,7 @@ class Architecture:
 
 _ENCODER = {"bidirectional": True, "tied_embeddings": True, "layer_norm": True, "embedding_norm": True}
 _BERT = {
-    **_ENCODER, "norm_bias": True, "pre_norm": False, "sum_norm": True, "final_norm": False, "token_type": True,
+    **_ENCODER, "norm_bias": True, "pre_norm": False, "sum_norm": True, "final_norm": False, "num_token_types": 2,
 }  # fmt: skip
 _PLAIN_BERT = {**_BERT, "attention_bias": True, "gated": False, "mlp_bias": True}
 _POST_NORM = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_whole": True}

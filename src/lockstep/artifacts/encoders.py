@@ -146,6 +146,8 @@ def read_huggingface_encoder(declared: Metadata, architecture: Architecture) -> 
     _refuse_variants(declared, architecture)
     context = declared.integer("max_position_embeddings")
     fields: dict[str, Any] = dict(architecture.traits)
+    if "num_token_types" in fields:
+        fields["num_token_types"] = declared.integer("type_vocab_size", 2)
     if name in ("bert", "xlm-roberta"):
         offset = declared.integer("pad_token_id", 1) + 1 if name == "xlm-roberta" else 0
         fields |= {
@@ -205,7 +207,8 @@ def read_gguf_encoder(
     if metadata.flag(f"{prefix}.attention.causal", False):
         raise metadata.unsupported("causal attention; attention that looks both ways is supported")
     fields: dict[str, Any] = dict(architecture.traits)
-    fields["token_type"] = TOKEN_TYPE in tensors
+    types = tensors.get(TOKEN_TYPE)
+    fields["num_token_types"] = 0 if types is None else types.shape[0] // max(hidden_size, 1)
     if prefix == "bert":
         positions = tensors.get(POSITIONS)
         fields |= {
@@ -216,7 +219,7 @@ def read_gguf_encoder(
         size = metadata.integer(f"{prefix}.attention.sliding_window", 0)
         period = metadata.integer(f"{prefix}.attention.sliding_window_pattern", architecture.period)
         local = tuple(size if size and period > 0 and layer % period else 0 for layer in range(num_layers))
-        fields |= {"windows": local if any(local) else (), "token_type": False}
+        fields |= {"windows": local if any(local) else (), "num_token_types": 0}
         default = architecture.local_rope_theta or architecture.rope_theta
         fields["local_rope_theta"] = metadata.real(f"{prefix}.rope.freq_base_swa", default) if any(local) else None
     default_act = "silu" if prefix == "nomic-bert" else "gelu"
@@ -264,14 +267,15 @@ def canonical_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dic
         canonical = _canonical_name(config, name)
         if canonical is not None:
             renamed[canonical] = replace(tensor, name=canonical)
-    return with_token_type(renamed)
+    return with_token_types(renamed)
 
 
-def with_token_type(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replace the table of token types by its first row, which all tokens of a text have."""
+def with_token_types(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the table of token types by its rows one after the other."""
     table = tensors.get(TOKEN_TYPE)
-    if table is not None and len(table.shape) == 2 and table.shape[0]:
-        tensors[TOKEN_TYPE] = replace(table, shape=table.shape[1:], data=table.data[0])
+    if table is not None and len(table.shape) == 2:
+        size = table.shape[0] * table.shape[1]
+        tensors[TOKEN_TYPE] = replace(table, shape=(size,), data=table.data.reshape(-1))
     return tensors
 
 

@@ -24,7 +24,7 @@ from lockstep.artifacts.encoders import (
     GGUF_LAYER_NAMES,
     read_gguf_encoder,
     with_gguf_head,
-    with_token_type,
+    with_token_types,
 )
 from lockstep.artifacts.fingerprint import file_fingerprint
 from lockstep.artifacts.generation_config import from_gguf
@@ -187,7 +187,7 @@ def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Te
         if layer is not None and layer[2] in names:
             canonical = f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
         renamed[canonical] = replace(tensor, name=canonical)
-    return with_token_type(renamed)
+    return with_token_types(renamed)
 
 
 def _interleaved(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -155,8 +155,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     expected: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     if config.num_positions:
         expected[POSITIONS] = (config.num_positions, hidden)
-    if config.token_type:
-        expected[TOKEN_TYPE] = (hidden,)
+    if config.num_token_types:
+        expected[TOKEN_TYPE] = (config.num_token_types * hidden,)
     if config.embedding_norm:
         expected |= _norm_tensors(config, EMBEDDING_NORM, hidden)
     for index in range(config.num_layers):

@@ -161,8 +161,9 @@ class ModelConfig:
     """Rows of the table of position embeddings, which are added to those of tokens; 0: no table."""
     position_offset: int = 0
     """Row of the first position in this table."""
-    token_type: bool = False
-    """Whether the embedding of token type 0 is added to those of tokens."""
+    num_token_types: int = 0
+    """Number of token types, whose embeddings are added to those of tokens: the texts of a pair have different types.
+    0: none."""
     head: tuple[HeadLayer, ...] = ()
     """Dense layers that are applied to a pooled vector, in order."""
     num_labels: int = 0

@@ -108,7 +108,8 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
     tokenizer = load_tokenizer(artifact.load_tokenizer(), options)
-    executor = load_executor(artifact, replace(options.executor, cache_dir=cache_dir), report)
+    own = replace(options.executor, cache_dir=cache_dir)
+    executor = load_executor(artifact, own, report, tokenizer.separator_id)
     try:
         free_bytes = available_memory_bytes() - executor.geometry.mapped_bytes
         config = plan_config(options.engine, executor.geometry, max(0, free_bytes))

@@ -118,6 +118,17 @@ class Tokenizer:
         """
         return self._ids(self._tokenizer, text, add_special_tokens, most)
 
+    @cached_property
+    def separator_id(self) -> int | None:
+        """Token that ends the first text of a pair, if the tokens of the second one have another type; None: all have
+        the same type, or pairs have no separator."""
+        empty = self._tokenizer.encode("", add_special_tokens=False)
+        pair = self._tokenizer.post_process(empty, empty)
+        if 1 not in pair.type_ids:
+            return None
+        at = pair.type_ids.index(1)
+        return pair.ids[at - 1] if at else None
+
     def prompt_text(self, name: str | None) -> str:
         """Text of one of the model's prompts for embeddings, by its name.
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Executor, HiddenStates, SequenceObserver, VectorHead
 from lockstep.executors.native.encoder import EncoderExecutor
-from lockstep.executors.native.encoder_steps import checked_stages
+from lockstep.executors.native.encoder_steps import Text, checked_stages
 from tests.executors.native.encoder_models import Chunk, loaded_encoder, open_encoder, states_of, step_of
 from tools.golden.encoder_cases import text
 
@@ -43,7 +43,9 @@ def test_a_block_has_room_for_32_tokens_of_every_stage(executor: EncoderExecutor
 def test_a_step_is_divided_into_stages_in_ascending_order() -> None:
     """The first text ends stage 1 and has all of stage 2; the second one is in stages 0 and 1."""
     plan = step_of([Chunk(0, 75, 45), Chunk(1, 5, 8)], TABLES).plan
-    first, second, third = checked_stages(plan, TEXTS, NUM_STAGES, 9)
+    texts = {index: Text(ids, np.full(len(ids), index, np.int32)) for index, ids in TEXTS.items()}
+    first, second, third = checked_stages(plan, texts, NUM_STAGES, 9)
+    assert second.types.tolist() == [0] * 5 + [1] * 3
     assert [each.stage for each in (first, second, third)] == [0, 1, 2]
     assert first.parts.tolist() == [45, 46, 47, 48, 49]
     assert second.parts.tolist() == [0, 1, 2, 3, 4, 50, 51, 52]

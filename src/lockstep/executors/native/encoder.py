@@ -15,7 +15,7 @@ from lockstep.artifacts.model import Artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.executors.kv_pool import KVPool
-from lockstep.executors.native.encoder_steps import checked_stages, rows_of_parts
+from lockstep.executors.native.encoder_steps import Text, checked_stages, rows_of_parts
 from lockstep.executors.native.forward import BLOCK_TOKENS, Forward
 from lockstep.executors.native.packs import ModelWeights
 from lockstep.executors.step_inputs import NO_ROWS, Limits, check_moves
@@ -24,7 +24,11 @@ Floats = npt.NDArray[np.float32]
 
 
 class EncoderExecutor:
-    """`Executor`, `HiddenStates`, `VectorHead` and `SequenceObserver` of a model whose tokens see later ones."""
+    """`Executor`, `HiddenStates`, `VectorHead` and `SequenceObserver` of a model whose tokens see later ones.
+
+    Args:
+        separator_id: token that ends the first text of a pair: the tokens after it have type 1; None: all have type 0.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class EncoderExecutor:
         environment: Mapping[str, str],
         machine: Mapping[str, str],
         bytes_per_block: int,
+        separator_id: int | None,
     ) -> None:
         config = artifact.config
         num_stages = config.num_layers + 1
@@ -53,7 +58,8 @@ class EncoderExecutor:
         self._weights = weights
         self._forward: Forward | None = forward
         self._pool: KVPool | None = None
-        self._texts: dict[int, npt.NDArray[np.int64]] = {}
+        self._separator_id = separator_id if config.num_token_types > 1 else None
+        self._texts: dict[int, Text] = {}
         self._hidden_states = np.empty((0, config.hidden_size), np.float32)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -79,7 +85,11 @@ class EncoderExecutor:
             )
         if ids.min() < 0 or ids.max() >= config.vocab_size:
             raise InvalidPlanError(f"sequence {seq_id}: a token is not in the vocabulary of {config.vocab_size}")
-        self._texts[seq_id] = ids
+        types = np.zeros(len(ids), np.int32)
+        if self._separator_id is not None:
+            ends = np.flatnonzero(ids == self._separator_id)
+            types[ends[0] + 1 if len(ends) else len(ids) :] = 1
+        self._texts[seq_id] = Text(ids, types)
 
     def end(self, seq_id: int) -> None:
         """See the protocol."""
@@ -100,7 +110,7 @@ class EncoderExecutor:
         for each in stages:
             rows = hidden_rows if each.stage == last else NO_ROWS
             self._hidden_states = self._forward.step(
-                each.token_ids, each.plan, pool.blocks, rows, each.totals, each.stage
+                each.token_ids, each.plan, pool.blocks, rows, each.totals, each.stage, each.types
             )
         return np.zeros((len(batch.rows), 1), np.float32)
 

@@ -24,12 +24,27 @@ Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Text:
+    """A text, or a pair of texts as one."""
+
+    ids: Longs
+    """[T] token ids."""
+    types: Ints
+    """[T] token types: 0, and 1 in the second text of a pair."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
 class StageRows:
     """The rows of one stage in a step."""
 
     stage: int
     token_ids: Longs
     """[T]: tokens of the rows."""
+    types: Ints
+    """[T]: their token types."""
     plan: Ints
     """Sequences, first rows, offsets and block tables, in the format of the native attention."""
     totals: Ints
@@ -50,11 +65,11 @@ class _Piece:
     table: tuple[int, ...]
 
 
-def checked_stages(plan: StepPlan, texts: Mapping[int, Longs], num_stages: int, num_blocks: int) -> list[StageRows]:
+def checked_stages(plan: StepPlan, texts: Mapping[int, Text], num_stages: int, num_blocks: int) -> list[StageRows]:
     """Check the chunks of a plan and divide them into stages, in ascending order.
 
     Args:
-        texts: token ids of each text by sequence.
+        texts: the texts by sequence.
         num_blocks: number of blocks without the null block: blocks are 1..num_blocks.
 
     Raises:
@@ -100,7 +115,7 @@ def rows_of_parts(batch: StepBatch, stages: Sequence[StageRows], last_stage: int
 
 
 def _checked_table(
-    plan: StepPlan, index: int, texts: Mapping[int, Longs], num_stages: int, num_blocks: int
+    plan: StepPlan, index: int, texts: Mapping[int, Text], num_stages: int, num_blocks: int
 ) -> tuple[int, ...]:
     """The blocks of the whole text of a chunk."""
     seq_id, start, length = plan.seq_ids[index], plan.starts[index], plan.lengths[index]
@@ -124,7 +139,7 @@ def _checked_table(
     return table
 
 
-def _stage_rows(stage: int, pieces: Sequence[_Piece], texts: Mapping[int, Longs]) -> StageRows:
+def _stage_rows(stage: int, pieces: Sequence[_Piece], texts: Mapping[int, Text]) -> StageRows:
     lengths = np.array([piece.end - piece.first for piece in pieces], np.int64)
     sizes = np.array([len(piece.table) for piece in pieces], np.int64)
     parts = (
@@ -136,7 +151,8 @@ def _stage_rows(stage: int, pieces: Sequence[_Piece], texts: Mapping[int, Longs]
     )
     return StageRows(
         stage=stage,
-        token_ids=np.concatenate([texts[piece.seq_id][piece.first : piece.end] for piece in pieces]),
+        token_ids=np.concatenate([texts[piece.seq_id].ids[piece.first : piece.end] for piece in pieces]),
+        types=np.concatenate([texts[piece.seq_id].types[piece.first : piece.end] for piece in pieces]),
         plan=np.concatenate([np.asarray(part, np.int32) for part in parts]),
         totals=np.array([len(texts[piece.seq_id]) for piece in pieces], np.int32),
         parts=np.concatenate([np.arange(piece.part, piece.part + piece.end - piece.first) for piece in pieces]),

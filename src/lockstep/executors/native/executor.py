@@ -37,11 +37,14 @@ _POOLS: dict[tuple[str, int], ThreadPool] = {}
 process."""
 
 
-def load_executor(artifact: Artifact, options: ExecutorOptions, report: Report) -> NativeExecutor | EncoderExecutor:
+def load_executor(
+    artifact: Artifact, options: ExecutorOptions, report: Report, separator_id: int | None = None
+) -> NativeExecutor | EncoderExecutor:
     """Pack or map the weights, and pass the program to the library. ``allocate`` then creates the pool.
 
     Args:
         report: called with a stage (``pack``) and its completed fraction.
+        separator_id: token that ends the first text of a pair, for encoders with token types.
 
     Raises:
         UsageError: the library is not available, or does not have the chosen instruction set.
@@ -70,7 +73,13 @@ def load_executor(artifact: Artifact, options: ExecutorOptions, report: Report) 
     if config.bidirectional:
         kept_bytes = 4 * BLOCK_TOKENS * program.kept
         return EncoderExecutor(
-            artifact, weights, forward, environment, machine, program.num_layers * block_bytes + kept_bytes
+            artifact,
+            weights,
+            forward,
+            environment,
+            machine,
+            program.num_layers * block_bytes + kept_bytes,
+            separator_id,
         )
     return NativeExecutor(artifact, weights, forward, environment, machine, config.num_layers * block_bytes)
 

@@ -44,7 +44,7 @@ class _StepInput(ctypes.Structure):
     """``StepInput`` of ``forward.hpp``."""
 
     _fields_ = (
-        ("num_tokens", ctypes.c_int64), ("ids", ctypes.c_void_p), ("plan", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int64), ("ids", ctypes.c_void_p), ("types", ctypes.c_void_p), ("plan", ctypes.c_void_p),
         ("plan_size", ctypes.c_int64), ("totals", ctypes.c_void_p), ("totals_size", ctypes.c_int64),
         ("stage", ctypes.c_int64), ("cache", ctypes.c_void_p), ("block_bytes", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64), ("num_hidden_rows", ctypes.c_int64), ("hidden_rows", ctypes.c_void_p),
@@ -98,6 +98,7 @@ class Forward:
     def step(
         self, token_ids: npt.NDArray[np.int64], plan: npt.NDArray[np.int32], cache: npt.NDArray[np.uint8],
         hidden_rows: npt.NDArray[np.int64], totals: npt.NDArray[np.int32] | None = None, stage: int = 0,
+        types: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.float32]:  # fmt: skip
         """Run all layers over a step's tokens, or one stage of them, and keep their states for `logits`.
 
@@ -107,6 +108,7 @@ class Forward:
             cache: ``[num_blocks, bytes]``: all layers of a block, one after the other, and what its tokens keep.
             hidden_rows: tokens whose hidden states are needed. Only the last stage has any.
             totals: total lengths of the sequences, for a program with stages.
+            types: ``[T]``, token types; None: all are 0.
 
         Returns:
             ``[len(hidden_rows), hidden_size]``: the input of the LM head.
@@ -117,7 +119,8 @@ class Forward:
         hidden = np.empty((len(hidden_rows), self._hidden_size), np.float32)
         totals_at, num_totals = (None, 0) if totals is None else (totals.ctypes.data, len(totals))
         passed = _StepInput(
-            len(token_ids), token_ids.ctypes.data, plan.ctypes.data, len(plan), totals_at, num_totals, stage,
+            len(token_ids), token_ids.ctypes.data, None if types is None else types.ctypes.data,
+            plan.ctypes.data, len(plan), totals_at, num_totals, stage,
             cache.ctypes.data, cache.shape[1], len(cache), len(hidden_rows), hidden_rows.ctypes.data,
             hidden.ctypes.data, hidden.size,
         )  # fmt: skip

@@ -178,10 +178,11 @@ class _Builder:
     def _embed(self) -> None:
         config, vector = self.config, NONE
         tables = [EMBEDDING, POSITIONS] if config.num_positions else [EMBEDDING]
-        if config.token_type:
-            vector = self._add_vector(self.vector(TOKEN_TYPE, config.hidden_size))
+        if config.num_token_types:
+            vector = self._add_vector(self.vector(TOKEN_TYPE, config.num_token_types * config.hidden_size))
         self._add(
             Action.EMBED, self.state, factor=config.embedding_scale, vector=vector, offset=config.position_offset,
+            columns=config.num_token_types,
             **self._weights(tables),
         )  # fmt: skip
         if config.embedding_norm:

@@ -29,6 +29,14 @@ std::int64_t positions_of(const Program& p) {
     return least;
 }
 
+// Number of token types that every embedding has; 1 if there are none.
+std::int64_t token_types(const std::vector<Op>& ops) {
+    std::int64_t least = MAX_TOKEN_TYPES;
+    for (const Op& op : ops)
+        if (op.action == Action::embed) least = std::min<std::int64_t>(least, std::max(op.columns, 1));
+    return least;
+}
+
 // Index of the operation with which a stage begins, or the end of the body.
 std::int64_t stage_begin(const std::vector<Op>& ops, std::int64_t stage, std::int64_t end) {
     for (std::int64_t i = 0; i < end; i++)
@@ -202,7 +210,10 @@ void Forward::embed(const Op& op, std::int64_t row, const Span& span) const {
     const std::int64_t id = input.ids[row], n = table.columns;
     float* out = floats(op.out, row, span) + op.out_at;
     row_of(table, id, op.factor, out);
-    if (op.vector >= 0) elements.add(out, vectors.data() + op.vector, 1.f, n, out);
+    if (op.vector >= 0) {
+        const std::int64_t type = input.types ? input.types[row] : 0;
+        elements.add(out, vectors.data() + op.vector + type * n, 1.f, n, out);
+    }
     if (op.num_weights < 2) return;
     alignas(LINE) float position[MAX_POSITION_COLUMNS];
     row_of(weights[op.first_weight + 1], row_places[row].position + op.offset, 1.f, position);
@@ -332,6 +343,9 @@ const char* Forward::fault(const StepInput& step) const {
     if ((step.totals != nullptr) != (program.kept > 0)) return "total lengths are those of a program with stages";
     for (std::int64_t i = 0; i < step.num_tokens; i++)
         if (step.ids[i] < 0 || step.ids[i] >= program.vocab_size) return "a token is not of the vocabulary";
+    const std::int64_t num_types = step.types ? token_types(ops) : 0;
+    for (std::int64_t i = 0; step.types && i < step.num_tokens; i++)
+        if (step.types[i] < 0 || step.types[i] >= num_types) return "a token has no such type";
     const std::int64_t columns = buffers[program.hidden].columns, rows = step.num_hidden_rows;
     if (rows && step.stage + 1 < num_stages) return "only the last stage has hidden states";
     if (rows < 0 || rows > step.num_tokens || (rows && (!step.hidden_rows || !step.hidden || step.hidden_size < rows * columns)))

@@ -16,6 +16,7 @@ namespace lockstep::native {
 struct StepInput {
     std::int64_t num_tokens;
     const std::int64_t* ids;      // [T]
+    const std::int32_t* types;    // [T] token types; nullptr: all are 0
     const std::int32_t* plan;     // the format of attention.hpp
     std::int64_t plan_size;
     const std::int32_t* totals;   // total lengths of the sequences of a program with stages; else nullptr

@@ -89,7 +89,9 @@ const char* op_fault(const Program& p, const Op& op) {
             if (w.features != p.vocab_size) return "the table does not have the vocabulary's size";
             if (positions.columns != w.columns || op.offset < 0 || (op.num_weights == 2 && w.columns > MAX_POSITION_COLUMNS))
                 return "the positions have no table of these columns";
-            if (op.vector != -1 && !has_numbers(p, op.vector, w.columns)) return "an embedding's numbers are not there";
+            if (op.columns < 0 || op.columns > MAX_TOKEN_TYPES || (op.vector != -1) != (op.columns > 0))
+                return "an embedding has no such token types";
+            if (op.vector != -1 && !has_numbers(p, op.vector, w.columns * op.columns)) return "an embedding's numbers are not there";
             return has_floats(p, op.out, op.out_at, w.columns) ? nullptr : "an embedding has no room";
         }
         case Action::norm:

@@ -18,8 +18,8 @@ namespace lockstep::native {
 
 // Operations on the rows of buffers. `vector` is an index into Program::vectors.
 //
-//   embed      out = row `id` of the table * factor; + the numbers at `vector`; + row (position + offset) of the second
-//              weight, if there is one
+//   embed      out = row `id` of the table * factor; + those of the `columns` rows of numbers at `vector` that is the
+//              token's type; + row (position + offset) of the second weight, if there is one
 //   norm       out = RMS norm of in, with epsilon and the weights at `vector`; if `centred`, the norm of its distances
 //              from their mean, with the weights and then the biases at `vector`
 //   quantise   out = in, as groups of int8 numbers
@@ -42,7 +42,7 @@ struct Op {
     std::int32_t in_groups;  // a buffer of groups, for weights in panels; -1: none
     std::int32_t out;
     std::int32_t in_at, out_at;  // the first column
-    std::int32_t columns;        // of norm, quantise, add, load and save
+    std::int32_t columns;        // of norm, quantise, add, load and save; of embed the number of token types
     std::int32_t first_weight, num_weights;
     std::int32_t vector;  // -1: none
     std::int32_t layer, window, rotary;  // of attention; rotary -1: heads are not rotated
@@ -53,6 +53,7 @@ struct Op {
 };
 
 constexpr int MAX_POSITION_COLUMNS = 1 << 13;  // of a table of positions
+constexpr int MAX_TOKEN_TYPES = 1 << 10;
 
 constexpr int NUM_TYPES = KINDS + 3;  // of weights: kinds of panels, then F32, F16 and BF16 as they are stored
 
