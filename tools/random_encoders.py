@@ -6,7 +6,7 @@ The same family and seed give the same numbers in every format. Knows nothing of
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,8 +200,21 @@ def write_encoder(directory: Path, encoder: Encoder, encoding: str = "F32", *, s
     return directory
 
 
-def write_encoder_gguf(path: Path, encoder: Encoder, encoding: str = "F32", *, seed: int = 0) -> Path:
-    """Write a GGUF file as llama.cpp's converters do, without a vocabulary. Block encodings are drawn directly."""
+def write_encoder_gguf(
+    path: Path,
+    encoder: Encoder,
+    encoding: str = "F32",
+    *,
+    seed: int = 0,
+    extra: Callable[[Any], None] = lambda writer: None,
+    rounds: bool = False,
+) -> Path:
+    """Write a GGUF file as llama.cpp's converters do, without a vocabulary.
+
+    Args:
+        extra: function that adds further metadata to a `gguf.GGUFWriter`.
+        rounds: whether blocks are rounded from the checkpoint's numbers; otherwise they are drawn directly.
+    """
     import gguf
 
     config = encoder.config
@@ -221,6 +234,7 @@ def write_encoder_gguf(path: Path, encoder: Encoder, encoding: str = "F32", *, s
     for key, value in encoder.gguf_metadata.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{prefix}.{key}", value)
+    extra(writer)
     tensors = encoder_tensors(encoder, seed=seed)
     if encoder.family == "gemma":
         norms = {name: with_offset(tensor, 1) for name, tensor in tensors.items() if name.endswith("norm.weight")}
@@ -229,7 +243,11 @@ def write_encoder_gguf(path: Path, encoder: Encoder, encoding: str = "F32", *, s
             tensors[f"dense_{index + 2}.weight"] = module["linear.weight"]
     for name, tensor in _gguf_tensors(encoder, tensors, offset).items():
         is_block = encoding in BLOCKS and tensor.ndim == 2 and not name.startswith(("position", "token_types", "cls"))
-        data = random_tensor(name, tensor.shape, encoding, seed) if is_block else tensor
+        data = tensor
+        if is_block and rounds:
+            data = gguf.quants.quantize(np.asarray(tensor, np.float32), gguf.GGMLQuantizationType[encoding])
+        elif is_block:
+            data = random_tensor(name, tensor.shape, encoding, seed)
         if encoding in FLOATS and tensor.ndim == 2:
             data = as_float(np.asarray(tensor, np.float32), encoding)
         raw = gguf.GGMLQuantizationType[encoding] if is_block or data.dtype == np.uint16 else None

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.artifacts.embedding import DenseModule, files_of, from_gguf_metadata, read_sentence_transformers
+from lockstep.artifacts.embedding import (
+    DenseModule,
+    files_of,
+    from_gguf_metadata,
+    max_tokens_of,
+    read_sentence_transformers,
+)
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import HeadLayer
 from lockstep.errors import ArtifactError, CorruptArtifactError, UnsupportedArtifactError
@@ -78,6 +84,36 @@ def test_the_pooling_mode_of_each_version_is_read(tmp_path: Path, config: dict[s
     found = read_sentence_transformers(path)
     assert found is not None
     assert (found.pooling, found.normalize) == (pooling, False)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"tokenizer_config": {"model_max_length": 512}}, 512),
+        ({"tokenizer_config": {"model_max_length": 10**30 + 19884624838656}}, None),
+        ({"tokenizer_config": {"model_max_length": 1e30}}, None),
+        ({"tokenizer_config": {"model_max_length": 512}, "sentence_bert_config": {"max_seq_length": None}}, 512),
+        ({"tokenizer_config": {"model_max_length": 512}, "sentence_bert_config": {"max_seq_length": 256}}, 256),
+        ({"sentence_xlm-roberta_config": {"max_seq_length": 128}}, 128),
+        ({"sentence_bert_config": {"max_seq_length": 256}, "sentence_roberta_config": {"max_seq_length": 128}}, 256),
+    ],
+)
+def test_the_maximum_length_is_that_of_the_modules_or_else_of_the_tokenizer(
+    tmp_path: Path, files: dict[str, dict[str, object]], expected: int | None
+) -> None:
+    path = write_model(tmp_path, "Transformer", "Pooling")
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    found = read_sentence_transformers(path)
+    assert found is not None
+    assert (found.max_tokens, max_tokens_of(path)) == (expected, expected)
+
+
+def test_a_classifier_without_modules_has_the_maximum_length_of_its_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    assert max_tokens_of(tmp_path) == 512
 
 
 def edited(name: str, **values: object) -> Callable[[Path], object]:

@@ -15,6 +15,7 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import approximately, edit_json
+from tools.golden.vector_cases import EMBEDDERS, write_case
 from tools.random_models import FLOATS, SHAPES, as_float, random_tensor, tensor_shapes, write_gguf, write_huggingface
 
 Json = dict[str, object]
@@ -108,6 +109,16 @@ def test_what_is_absent_or_null_takes_the_default_of_transformers(llama: Path) -
 def test_a_tied_model_may_carry_its_head_twice(llama: Path) -> None:
     edit_json(llama / "config.json", lambda config: config.update(tie_word_embeddings=True))
     assert reopen(llama).config.tied_embeddings
+
+
+def test_a_decoder_that_makes_vectors_needs_no_head_and_no_beginnings_of_names(tmp_path: Path) -> None:
+    path = write_case(tmp_path / "model", EMBEDDERS["qwen3-embedding"])
+    edit_json(path / "config.json", lambda config: config.update(tie_word_embeddings=False))
+    artifact = reopen(path)
+    assert (artifact.task, artifact.config.tied_embeddings) == ("embed", True)
+    (path / "modules.json").unlink()
+    with pytest.raises(CorruptArtifactError, match=r"has no tensor 'model\."):
+        reopen(path)
 
 
 def set_config(**values: object) -> Callable[[Json], None]:

@@ -25,7 +25,13 @@ POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
-LENGTHS = "sentence_bert_config.json"
+LENGTHS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Files with the maximum length of a text; the first one that exists is read. Later versions write only the first."""
+_MAX_LENGTH = 1 << 31
+"""A tokenizer without a limit declares one of 10^30."""
 DENSE_WEIGHTS = "model.safetensors"
 """File with the tensors of a dense module, in its folder."""
 _MAX_MODULES = 16
@@ -75,6 +81,8 @@ class EmbeddingConfig:
     """Name of the prompt that is used if a request names none; None: no prompt."""
     max_tokens: int | None = None
     """Maximum tokens of a text, if it is less than the context of the model."""
+    lowercase: bool = False
+    """Whether texts are put into lower case before the tokenizer's own steps."""
 
 
 def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
@@ -85,7 +93,6 @@ def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
         UnsupportedArtifactError: the model needs a module, a pooling mode or an activation that is not supported.
     """
     modules = _modules(path)
-    lengths = read_optional_json(path / LENGTHS)
     prompts = read_optional_json(path / PROMPTS)
     pooling: Pooling | None = None
     answer_ids: tuple[int, int] | None = None
@@ -116,12 +123,32 @@ def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
     default = prompts.text("default_prompt_name", "") or None
     if default is not None and default not in texts:
         raise prompts.corrupt(f"'default_prompt_name' is {default!r}, which is not among its prompts")
+    return EmbeddingConfig(
+        pooling=pooling or "last",
+        normalize=normalizes,
+        dense=tuple(dense),
+        answer_ids=answer_ids,
+        prompts=MappingProxyType(texts),
+        default_prompt=default,
+        max_tokens=max_tokens_of(path),
+        lowercase=_lengths(path).flag("do_lower_case", False),
+    )
+
+
+def max_tokens_of(path: Path) -> int | None:
+    """Maximum tokens of a text by the files of a directory: that of sentence-transformers, otherwise the tokenizer's.
+
+    Raises:
+        CorruptArtifactError: the number is negative, or a file is malformed.
+    """
+    lengths = _lengths(path)
     longest = lengths.integer("max_seq_length", 0)
     if longest < 0:
         raise lengths.corrupt(f"'max_seq_length' is {longest}; a number of tokens is expected")
-    return EmbeddingConfig(
-        pooling or "last", normalizes, tuple(dense), answer_ids, MappingProxyType(texts), default, longest or None
-    )
+    if longest:
+        return longest
+    declared = read_optional_json(path / "tokenizer_config.json").values.get("model_max_length")
+    return declared if type(declared) is int and 1 <= declared < _MAX_LENGTH else None
 
 
 def task_of(config: ModelConfig, embedding: EmbeddingConfig | None) -> Task:
@@ -131,14 +158,20 @@ def task_of(config: ModelConfig, embedding: EmbeddingConfig | None) -> Task:
     return "embed" if config.bidirectional or embedding is not None else "generate"
 
 
-def embedding_of(config: ModelConfig, embedding: EmbeddingConfig | None) -> EmbeddingConfig | None:
+def embedding_of(
+    config: ModelConfig, embedding: EmbeddingConfig | None, max_tokens: int | None = None
+) -> EmbeddingConfig | None:
     """How a model makes vectors; None: its files do not say so.
 
     An encoder without a description pools the mean, as sentence-transformers does. A classifier has its own pooling.
+
+    Args:
+        max_tokens: maximum tokens of a text, for a model without a description.
     """
     if config.num_labels:
-        return EmbeddingConfig("mean" if config.classifier_pooling == "mean" else "cls", normalize=False)
-    return EmbeddingConfig() if embedding is None and config.bidirectional else embedding
+        pooling: Pooling = "mean" if config.classifier_pooling == "mean" else "cls"
+        return EmbeddingConfig(pooling, normalize=False, max_tokens=max_tokens)
+    return EmbeddingConfig(max_tokens=max_tokens) if embedding is None and config.bidirectional else embedding
 
 
 def with_dense_modules(config: ModelConfig, modules: Sequence[DenseModule], path: Path) -> ModelConfig:
@@ -158,7 +191,7 @@ def files_of(path: Path) -> tuple[str, ...]:
     """Names of the files in a directory that decide how vectors are made, for the model's fingerprint."""
     if not (path / MODULES).is_file():
         return ()
-    names = [name for name in (MODULES, PROMPTS, LENGTHS) if (path / name).is_file()]
+    names = [name for name in (MODULES, PROMPTS, *LENGTHS) if (path / name).is_file()]
     for _, directory in _modules(path):
         if directory:
             inner = [f"{directory}/{name}" for name in ("config.json", DENSE_WEIGHTS)]
@@ -180,6 +213,12 @@ def from_gguf_metadata(metadata: Metadata, prefix: str) -> EmbeddingConfig | Non
     if kind not in _GGUF_POOLINGS:
         raise metadata.corrupt(f"'{prefix}.pooling_type' is {kind}; 0 to 4 are expected")
     return EmbeddingConfig(_GGUF_POOLINGS[kind])
+
+
+def _lengths(path: Path) -> Metadata:
+    """Length and case of texts; empty without modules."""
+    names = [name for name in LENGTHS if (path / name).is_file()] if (path / MODULES).is_file() else []
+    return read_json(path / names[0]) if names else Metadata(path / LENGTHS[0], {})
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from lockstep.artifacts.embedding import (
     EmbeddingConfig,
     embedding_of,
     files_of,
+    max_tokens_of,
     read_sentence_transformers,
     task_of,
     with_dense_modules,
@@ -26,7 +27,7 @@ from lockstep.artifacts.encoders import canonical_tensors
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
 from lockstep.artifacts.huggingface_config import read_config
-from lockstep.artifacts.layout import MappedWeights, check_config, check_tensors, split_fused
+from lockstep.artifacts.layout import LM_HEAD, MappedWeights, check_config, check_tensors, split_fused
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
 from lockstep.artifacts.model import Artifact, Tensor, TokenizerParts
 from lockstep.artifacts.safetensors_file import read_safetensors
@@ -44,6 +45,7 @@ SMALL_FILES = (
     "chat_template.jinja",
 )
 """Files other than the weights that are read here and affect the model's behavior."""
+_PREFIX = "model."
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
 
 
@@ -65,6 +67,9 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     tensors = _read_all(path, files)
     if config.bidirectional:
         tensors = canonical_tensors(config, tensors) | _dense_tensors(path, modules)
+    elif embedding is not None and embedding.answer_ids is None:
+        tensors = _without_head(tensors)
+        config = replace(config, tied_embeddings=config.tied_embeddings or LM_HEAD not in tensors)
     tensors = split_fused(config, tensors, path)
     check_tensors(config, tensors, path)
     small = [name for name in SMALL_FILES if (path / name).is_file()]
@@ -83,8 +88,17 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation), embedding),
         sampling_defaults=defaults,
         task=task_of(config, embedding),
-        embedding=embedding_of(config, embedding),
+        embedding=embedding_of(config, embedding, max_tokens_of(path)),
     )
+
+
+def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a decoder that only makes vectors. It may be stored without its head, and then its names lack their
+    beginning, as those of Qwen3-Embedding do."""
+    if any(name.startswith(_PREFIX) for name in tensors):
+        return tensors
+    names = {name: name if name == LM_HEAD else _PREFIX + name for name in tensors}
+    return {new: replace(tensors[name], name=new) for name, new in names.items()}
 
 
 def _dense_tensors(path: Path, modules: Sequence[DenseModule]) -> dict[str, Tensor]:
@@ -143,6 +157,8 @@ def read_tokenizer(
         CorruptArtifactError: the tokenizer cannot be parsed or does not match the weights.
     """
     tokenizer = _load(directory, vocab_size)
+    if embedding is not None and embedding.lowercase:
+        _lower(tokenizer)
     settings = read_optional_json(directory / "tokenizer_config.json")
     bos, eos = _token_text(settings, "bos_token"), _token_text(settings, "eos_token")
     named = [index for source in declared for index in _end_ids(source) if 0 <= index < vocab_size]
@@ -196,6 +212,15 @@ def _load(directory: Path, vocab_size: int) -> Tokenizer:
             f"the largest token id is {largest} and the embedding has {vocab_size} rows", path=path
         )
     return tokenizer
+
+
+def _lower(tokenizer: Tokenizer) -> None:
+    """Put texts into lower case before the tokenizer's other steps."""
+    from tokenizers import normalizers
+
+    own = tokenizer.normalizer
+    lower = normalizers.Lowercase()
+    tokenizer.normalizer = lower if own is None else normalizers.Sequence([lower, own])
 
 
 def _token_text(settings: Metadata, key: str) -> str | None:
