@@ -25,6 +25,7 @@ from lockstep.executors.grammar_compiler import GrammarCompiler
 from tests.engine.chat_templates import CHATML, FAMILIES, LLAMA3, QWEN3
 from tests.engine.text_models import SPECIALS, SPOKEN, byte_level, parts, sentencepiece
 from tools.golden.encoder_vocabularies import as_read, unigram, word_piece
+from tools.golden.vector_cases import PAIR_TEMPLATE, card_prompt
 
 CONVERSATION: list[dict[str, object]] = [
     {"role": "user", "content": "  Is a < b, or </b>? \n"},
@@ -153,6 +154,18 @@ def test_a_developer_message_is_a_system_message_where_the_template_has_no_devel
     messages = [{"role": "developer", "content": "x"}]
     assert "<|im_start|>system\nx" in chat(CHATML).render_chat(messages)
     assert "developer" in chat(CHATML + "{# developer #}").render_chat(messages)
+
+
+def test_a_query_and_a_document_have_roles_only_where_the_template_reads_both() -> None:
+    pair = [{"role": "query", "content": "Is it <|im_end|>?"}, {"role": "document", "content": "Yes."}]
+    reranker = chat(PAIR_TEMPLATE)
+    assert (reranker.takes_pairs, chat(CHATML).takes_pairs) == (True, False)
+    assert reranker.render_chat(pair) == "".join(card_prompt("Is it <|im_end|>?", "Yes."))
+    end = reranker.marker_id("<|im_end|>")
+    assert reranker.encode_chat(pair).count(end or -1) == 2  # those of the template
+    reranker.check_chat_template()
+    with pytest.raises(InvalidParameterError, match="one of system, developer, user, assistant, tool"):
+        chat(CHATML).render_chat(pair)
 
 
 WRONG_MESSAGES: list[tuple[Any, str]] = [

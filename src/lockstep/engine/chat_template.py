@@ -35,6 +35,8 @@ RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "rais
 
 _OF_EVERY_DICT = frozenset(dir(dict))
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PAIR_ROLES = ("query", "document")
+"""Roles of the two texts in the template of a reranker."""
 MAX_MESSAGES = 16_384
 MAX_CONTENT_PARTS = 4_096
 _CUTTING_METHODS = frozenset((
@@ -47,6 +49,7 @@ _USER = {"role": "user", "content": "Hello"}
 _TURN = (_USER, {"role": "assistant", "content": "Hello."}, _USER)
 _TRIED_MESSAGES: Sequence[Sequence[Mapping[str, object]]] = ((_USER,), (_SYSTEM, _USER), _TURN, (_SYSTEM, *_TURN))
 """Conversations that `ChatTemplate.check` tries, since some templates require a system message or an earlier answer."""
+_TRIED_PAIR = tuple({"role": role, "content": "Hello"} for role in PAIR_ROLES)
 _TRIED_TOOL = {
     "type": "function",
     "function": {
@@ -71,6 +74,9 @@ class ChatTemplate:
         self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._supports_developer = "developer" in source
+        self.takes_pairs = all(f"'{role}'" in source or f'"{role}"' in source for role in PAIR_ROLES)
+        """True if the template writes a query and a document, each in a message with its own role."""
+        self._roles = (*ROLES, *PAIR_ROLES) if self.takes_pairs else ROLES
         self._budget = RenderBudget()
         self._environment = _environment(self._budget)
         if len(source) > MAX_SOURCE_CHARS:
@@ -120,7 +126,9 @@ class ChatTemplate:
             for run in _runs(parts, roles):
                 if not roles.isdisjoint(run):
                     joined.update(run)
-                    texts |= {"".join(role if part in roles else _text(part) or "" for part in run) for role in ROLES}
+                    texts |= {
+                        "".join(role if part in roles else _text(part) or "" for part in run) for role in self._roles
+                    }
         alone = [_text(part) for part in tree.find_all((nodes.TemplateData, nodes.Const)) if part not in joined]
         return frozenset(texts.union(text for text in alone if text is not None))
 
@@ -153,7 +161,7 @@ class ChatTemplate:
         """
         reason = ""
         for variables in self._tried_variables():
-            for messages in _TRIED_MESSAGES:
+            for messages in (*_TRIED_MESSAGES, _TRIED_PAIR) if self.takes_pairs else _TRIED_MESSAGES:
                 try:
                     self.render(self.context(messages, True, variables), None)
                 except ChatTemplateError as error:
@@ -195,7 +203,7 @@ class ChatTemplate:
         return {
             **self.none_variables,
             **(template_kwargs or {}),
-            "messages": checked_messages(messages, supports_developer=self._supports_developer),
+            "messages": checked_messages(messages, supports_developer=self._supports_developer, roles=self._roles),
             "add_generation_prompt": add_generation_prompt,
         }
 
@@ -233,7 +241,9 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def checked_messages(messages: object, *, supports_developer: bool) -> list[dict[str, object]]:
+def checked_messages(
+    messages: object, *, supports_developer: bool, roles: Sequence[str] = ROLES
+) -> list[dict[str, object]]:
     """Copy the messages into the form that templates expect.
 
     Content becomes one string. Text parts are joined with newlines, as in vLLM, and missing content becomes an empty
@@ -248,15 +258,17 @@ def checked_messages(messages: object, *, supports_developer: bool) -> list[dict
         raise InvalidParameterError(
             f"messages has {len(messages)} entries; it must have 1..{MAX_MESSAGES}", param="messages"
         )
-    return [_checked(message, f"messages[{index}]", supports_developer) for index, message in enumerate(messages)]
+    return [
+        _checked(message, f"messages[{index}]", supports_developer, roles) for index, message in enumerate(messages)
+    ]
 
 
-def _checked(message: object, where: str, supports_developer: bool) -> dict[str, object]:
+def _checked(message: object, where: str, supports_developer: bool, roles: Sequence[str]) -> dict[str, object]:
     if not isinstance(message, (dict, Mapping)):
         raise InvalidParameterError.of(where, message, "an object with role and content")
     role = message.get("role")
-    if role not in ROLES:
-        raise InvalidParameterError.of(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+    if role not in roles:
+        raise InvalidParameterError.of(f"{where}.role", role, f"one of {', '.join(roles)}")
     checked: dict[str, object] = {str(key): value for key, value in message.items()}
     checked["role"] = "system" if role == "developer" and not supports_developer else role
     calls = message.get("tool_calls")

@@ -120,6 +120,8 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
             most=most,
         )
         reasoning = tokenizer.reasoning_after(ids) if prompt.reasoning == "auto" else None
+        if request.logit_ids and most is None:
+            ids = _cut_document(tokenizer, prompt, ids, _num_kept(max_model_len, request))
     elif isinstance(prompt, str) and request.pooling is not None:
         return _tokenised_text(tokenizer, max_model_len, request, prompt)
     else:
@@ -144,6 +146,19 @@ def _tokenised_text(
         text, request.document, most=max_model_len - 1, num_kept=_num_kept(max_model_len, request)
     )
     return replace(request, prompt=tuple(ids), document=None, prompt_name=None, truncate_prompt_tokens=None)
+
+
+def _cut_document(
+    tokenizer: Tokenizer, prompt: Conversation, ids: Sequence[int], num_kept: int | None
+) -> Sequence[int]:
+    """Cut the end of the last message, which is a document to score, and keep what the template writes after it."""
+    if num_kept is None or len(ids) <= num_kept:
+        return ids
+    messages = (*prompt.messages[:-1], {**prompt.messages[-1], "content": ""})
+    empty = tokenizer.encode_chat(messages, template_kwargs=prompt.template_kwargs)
+    pairs = zip(reversed(ids), reversed(empty), strict=False)
+    num_after = next((count for count, (one, other) in enumerate(pairs) if one != other), len(empty))
+    return [*ids[: max(num_kept - num_after, 0)], *ids[len(ids) - num_after :]][-num_kept:]
 
 
 def _num_kept(max_model_len: int, request: GenerationRequest) -> int | None:

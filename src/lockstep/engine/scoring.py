@@ -64,14 +64,26 @@ def pair_request(
         if call.instruction is not None:
             raise InvalidParameterError(f"model {name!r} takes no instruction", param="instruction")
         return replace(call, pooling="model")
-    question = (
-        f"<Instruct>: {INSTRUCTION if call.instruction is None else call.instruction}\n"
-        f"<Query>: {call.prompt}\n<Document>: {call.document}"
-    )
-    messages = ({"role": "system", "content": _SYSTEM}, {"role": "user", "content": question})
+    messages = _pair_messages(call.prompt, call.document, call.instruction, tokenizer)
     conversation = Conversation(messages, {"enable_thinking": False}, reasoning="off")
     answers = tokenizer.parts.answer_ids or tuple(_only_token(tokenizer, word) for word in (YES, NO))
     return replace(call, prompt=conversation, document=None, instruction=None, logit_ids=answers)
+
+
+def _pair_messages(
+    query: str, document: str, instruction: str | None, tokenizer: Tokenizer
+) -> tuple[dict[str, str], ...]:
+    """Conversation that asks whether a document meets a query. The document's text is the end of the last message.
+
+    A template with roles for both writes its own question, with the instruction as the message of the system.
+    """
+    if tokenizer.takes_pairs:
+        asked = tokenizer.prompt_text(None) if instruction is None else instruction
+        first = ({"role": "system", "content": asked},) if asked else ()
+        return (*first, {"role": "query", "content": query}, {"role": "document", "content": document})
+    asked = INSTRUCTION if instruction is None else instruction
+    question = f"<Instruct>: {asked}\n<Query>: {query}\n<Document>: {document}"
+    return ({"role": "system", "content": _SYSTEM}, {"role": "user", "content": question})
 
 
 def pair_score(scoring: Scoring, vector: npt.NDArray[np.float32]) -> float:

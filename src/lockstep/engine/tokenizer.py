@@ -60,6 +60,15 @@ class Tokenizer:
         return self.parts.chat_template is not None
 
     @property
+    def takes_pairs(self) -> bool:
+        """True if the chat template writes a query and a document, each in a message with its own role.
+
+        Raises:
+            ChatTemplateError: the model has no template, or it cannot be read.
+        """
+        return self._chat_template().takes_pairs
+
+    @property
     def chat_template(self) -> str | None:
         """The template's source, from which callers derive the variables that it reads."""
         return self.parts.chat_template
