@@ -113,6 +113,7 @@ class LLM:
         normalize: bool = True,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> npt.NDArray[np.float32]:
         """Embed one or several prompts: [number of prompts, size], a vector of each prompt.
 
@@ -122,31 +123,54 @@ class LLM:
             dimensions: number of elements to keep from the start of each vector; None: all.
             prompt_name: name of one of the model's prompts, which is put before each text; empty: none; None: the
                 model's default.
+            truncate_prompt_tokens: number of tokens that are kept from the start of a longer text; -1: as many as the
+                model takes; None: a text that is too long is refused.
 
         Raises:
             InvalidParameterError: the vectors have fewer dimensions, or the model has no such prompt.
+            PromptTooLongError: a text is too long for the model.
         """
         batch: Any = [prompts] if _is_one_prompt(prompts) else prompts
-        calls = [GenerationRequest(prompt, pooling=pooling, prompt_name=prompt_name) for prompt in batch]
+        calls = [
+            GenerationRequest(
+                prompt, pooling=pooling, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens
+            )
+            for prompt in batch
+        ]
         return cut(np.stack([_vector(output) for output in self._run(calls)]), dimensions, normalize)
 
-    def score(self, query: str, documents: Sequence[str], *, instruction: str | None = None) -> list[float]:
+    def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[float]:
         """Score how relevant each document is to a query: 0 to 1, or the cosine of an embedding model.
 
         Args:
             instruction: what relevance means, for a reranker that reads one; None: its default.
+            truncate_prompt_tokens: number of tokens that are kept of a longer pair, or of each text for an embedding
+                model; -1: as many as the model takes; None: what is too long is refused.
 
         Raises:
             InvalidParameterError: the model gives no scores, or takes no instruction.
+            PromptTooLongError: a query and a document are too long for the model.
         """
         model = self.model
         scoring = model.scoring
         if scoring is None:
             raise no_scores(model.name)
         if scoring == "cosine":
-            first, *others = self.embed([query, *documents])
+            first, *others = self.embed([query, *documents], truncate_prompt_tokens=truncate_prompt_tokens)
             return [cosine(first, other) for other in others]
-        calls = [GenerationRequest(query, document=document, instruction=instruction) for document in documents]
+        calls = [
+            GenerationRequest(
+                query, document=document, instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens
+            )
+            for document in documents
+        ]
         return [pair_score(scoring, _vector(output)) for output in self._run(calls)]
 
     def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:
@@ -247,9 +271,14 @@ class AsyncEngine:
         normalize: bool = True,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> npt.NDArray[np.float32]:
         """Embed a prompt: [size]; see `LLM.embed`."""
-        request = self._checked(GenerationRequest(prompt, pooling=pooling, prompt_name=prompt_name))
+        request = self._checked(
+            GenerationRequest(
+                prompt, pooling=pooling, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens
+            )
+        )
         vector = _vector(await self.engine.submit_async(request))
         kept: npt.NDArray[np.float32] = cut(vector[np.newaxis], dimensions, normalize)[0]
         return kept
