@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 SEED = 20261128
 _LONG = " ".join(["I was charged twice for my card, please refund the second payment"] * 25)
 TEXTS = (
-    "",
-    " ",
+    ".",
+    " \u00a0- ",
     "a",
     "refund",
     "...!?",
@@ -45,7 +45,7 @@ _QUERY = "How can I get a refund for a second payment?"
 PAIRS = (
     (_QUERY, "Please send the receipt; the refund of a payment takes 3 days."),
     (_QUERY, "今天天气很好。"),
-    (_QUERY, ""),
+    (_QUERY, " ?"),
     ("été", "L'été dernier"),
     (_QUERY, _LONG),
     (_LONG, "the answer"),
@@ -233,7 +233,7 @@ def write_reranker(directory: Path, template: str, *, has_modules: bool) -> Path
         modalities = {"text": call, "message": {**call, "format": "flat"}}
         own = {"transformer_task": "text-generation", "modality_config": modalities}
         _write_json(directory / "sentence_bert_config.json", {**own, "module_output_name": "causal_logits"})
-        kind = {"model_type": "CrossEncoder", "prompts": {}, "default_prompt_name": None}
+        kind: dict[str, Any] = {"model_type": "CrossEncoder", "prompts": {}, "default_prompt_name": None}
         _write_json(directory / "config_sentence_transformers.json", kind)
     return directory
 

@@ -47,6 +47,7 @@ def unigram() -> Tokenizer:
     pieces = [(text, score) for text, score in zip(tokens, scores, strict=True) if not text.startswith("[PAD")]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=3))
     charsmap = metadata["tokenizer.ggml.precompiled_charsmap"]
+    assert isinstance(charsmap, bytes)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Precompiled(charsmap), normalizers.Replace(Regex(" {2,}"), " ")]
     )

@@ -47,7 +47,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "request_id": Foreign(("",), "use the header x-request-id"),
     "vllm_xargs": Foreign(({},), "extensions are not supported"),
     "kv_transfer_params": Foreign(({},), "requests cannot transfer KV between servers"),
-    "truncation_side": Foreign(("left",), "truncation always keeps the last tokens"),
+    "truncation_side": Foreign(("left",), "a prompt always keeps its last tokens, and a text to embed its first ones"),
     # llama-server
     "cache_prompt": Foreign((True,), "the prefix cache is always used; use cache_salt to isolate a request"),
     "id_slot": Foreign((-1,), "slots cannot be selected"),

@@ -124,7 +124,7 @@ class EmbedBody(ParameterBody):
     model: Name
     input: TextOr[Annotated[list[str], Field(max_length=MAX_INPUTS)]]
     truncate: bool | None = None
-    """False: an input that does not fit in the context is rejected. Default: only its last tokens are used."""
+    """False: an input that does not fit in the context is rejected. Default: only its first tokens are used."""
     dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """Number of elements of each vector to return, from the start. The shortened vectors are normalized again."""
     options: OllamaOptions | None = None
