@@ -69,7 +69,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Not None: a request for a score. The prompt is a query, as text, and the answer is the vector from which
     `engine.scoring` computes how relevant this document is to it."""
     max_document_tokens: int | None = None
-    """Number of first tokens of the document that are read; None: all."""
+    """Number of first tokens that are read of the document, or of the text of an embedding request; None: all."""
     instruction: str | None = None
     """What relevance means, for a model that scores documents by an answer; None: its default."""
     prompt_name: str | None = None

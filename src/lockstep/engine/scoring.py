@@ -74,7 +74,11 @@ def pair_request(
         InvalidParameterError: the model gives no scores, takes no instruction, or has no single tokens for its answers.
     """
     if call.document is None:
-        return call
+        if call.max_document_tokens is None or not isinstance(call.prompt, str):
+            return call
+        return replace(
+            call, prompt=tokenizer.first_part(call.prompt, call.max_document_tokens), max_document_tokens=None
+        )
     if not isinstance(call.prompt, str):
         raise InvalidParameterError("the query of a score must be text", param="query")
     if scoring in (None, "cosine"):  # the cosine of two vectors is two requests
@@ -86,6 +90,12 @@ def pair_request(
         if call.instruction is not None:
             raise InvalidParameterError(f"model {name!r} takes no instruction", param="instruction")
         return replace(call, pooling="score")
+    if call.truncate_prompt_tokens is not None:
+        raise InvalidParameterError(
+            f"model {name!r} reads a pair as a conversation, which cannot be cut; cut the documents by "
+            "max_tokens_per_doc",
+            param="truncate_prompt_tokens",
+        )
     question = (
         f"<Instruct>: {INSTRUCTION if call.instruction is None else call.instruction}\n"
         f"<Query>: {call.prompt}\n<Document>: {call.document}"

@@ -66,12 +66,13 @@ class Tokenizer:
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that the chat template reads.
+        """Names that the chat template reads; none for a model without a template, such as an embedding model, by which
+        conversations can be routed all the same.
 
         Raises:
-            ChatTemplateError: the model has no template, or it cannot be read.
+            ChatTemplateError: the template cannot be read.
         """
-        return self._chat_template().variables
+        return self._chat_template().variables if self.parts.chat_template is not None else frozenset()
 
     @property
     def takes_grammars(self) -> bool:
