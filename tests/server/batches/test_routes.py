@@ -73,8 +73,6 @@ def test_a_batch_is_answered_in_order_as_the_same_requests_are(client: openai.Op
         ("/v1/completions", {"prompt": "Hello", "max_tokens": 3}, "choices"),
         ("/v1/embeddings", {"input": "Hello"}, "data"),
         ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}, "output"),
-        ("/v1/rerank", {"query": "Hello", "documents": ["one", "two"], "model": "embedder"}, "results"),
-        ("/v1/score", {"text_1": "Hello", "text_2": ["one", "two"], "model": "embedder"}, "data"),
     ],
 )
 def test_other_endpoints_answer_in_their_shapes(
