@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from lockstep import LoadOptions
 from lockstep.server.adapters.anthropic_body import MessagesBody
 from lockstep.server.adapters.anthropic_tools import CLIENT_TOOLS
 from lockstep.server.adapters.ollama_body import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaOptions
@@ -23,7 +24,9 @@ from lockstep.server.foreign import FOREIGN, OTHER_NAMES
 from lockstep.server.generation import GenerationBody
 from lockstep.server.responses.schema import ResponseBody
 from lockstep.server.responses.tools import HOSTED
-from tests.server.living import Living
+from lockstep.server.scores import RerankBody, ScoreBody
+from tests.cluster.support import one_model
+from tests.server.living import Living, living_cluster
 
 PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
 RESULTS = ("used", "accepted", "warning", "refused")
@@ -70,9 +73,16 @@ def test_every_line_of_the_tables_is_a_row_with_a_known_result() -> None:
     assert {row.result for row in ROWS} == set(RESULTS)
 
 
+@pytest.fixture(scope="module")
+def embedder() -> Iterator[Living]:
+    """Pocket as an embedding model, whose cosines are scores."""
+    with living_cluster(one_model("pocket://", ("pocket",), LoadOptions(task="embed"))) as server:
+        yield server
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"line {row.line}")
-def test_example_of_a_row_has_the_result_that_the_table_gives(row: Row, pocket: Living) -> None:
-    answer = pocket.post(row.path, row.body)
+def test_example_of_a_row_has_the_result_that_the_table_gives(row: Row, pocket: Living, embedder: Living) -> None:
+    answer = (embedder if row.section.startswith("Rerankers") else pocket).post(row.path, row.body)
     warning = answer.headers.get("x-lockstep-warning", "")
     assert answer.status_code == (400 if row.result == "refused" else 200), answer.text
     if row.result == "warning":
@@ -98,6 +108,8 @@ SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "OpenAI: chat completions": (ChatBody,),
     "OpenAI: completions": (CompletionBody,),
     "OpenAI: embeddings": (EmbeddingBody,),
+    "Rerankers: ranking": (RerankBody,),
+    "Rerankers: scores": (ScoreBody,),
     "OpenAI: responses": (ResponseBody,),
     "Anthropic": (MessagesBody,),
     "Ollama: chat": (OllamaChatBody, OllamaOptions),

@@ -16,6 +16,8 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
     TEXT: {"prompt": "hello"},
     RESPONSES: {"input": "hello"},
     "/v1/embeddings": {"input": "hello"},
+    "/v1/rerank": {"query": "hello", "documents": ["a", "b"]},
+    "/v1/score": {"text_1": "hello", "text_2": ["a", "b"]},
     "/tokenize": {},
     "/detokenize": {},
     MESSAGES: {"max_tokens": 4, "messages": [USER]},
@@ -247,6 +249,28 @@ OF_EMBEDDINGS: Sequence[Override] = (
     {"model": "nobody"},
     {"colour": "red"},
 )
+OF_RERANK: Sequence[Override] = (
+    {},
+    {"query": None},
+    {"documents": []},
+    {"documents": "a"},
+    {"documents": ["a", {"text": "b"}, 7]},
+    {"documents": [{"title": "a"}]},
+    {"documents": ["a"] * 1_001},
+    {"top_n": 0},
+    {"max_tokens_per_doc": 0},
+    {"truncate_prompt_tokens": -2},
+    {"model": "nobody"},
+    {"colour": "red"},
+)
+OF_SCORE: Sequence[Override] = (
+    {},
+    {"text_1": ["a", "b", "c"]},
+    {"text_2": []},
+    {"text_2": None},
+    {"model": "nobody"},
+    {"colour": "red"},
+)
 OF_TOKENIZE: Sequence[Override] = (
     {},
     {"prompt": "a", "messages": [USER]},
@@ -275,6 +299,8 @@ TABLE: Sequence[tuple[str, Sequence[Override]]] = (
     (TEXT, OF_TEXT),
     (RESPONSES, OF_RESPONSES),
     ("/v1/embeddings", OF_EMBEDDINGS),
+    ("/v1/rerank", OF_RERANK),
+    ("/v1/score", OF_SCORE),
     ("/tokenize", OF_TOKENIZE),
     ("/detokenize", OF_DETOKENIZE),
 )

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.clients.server import MODEL, ROOT, serving
+from tools.clients.server import EMBEDDER, MODEL, ROOT, serving, serving_vectors
 
 INSTALL_S, PLAY_S = 1_800, 900
 MAX_FAILURE_CHARS = 300
@@ -36,6 +36,8 @@ class Client:
     """Packages to install first, so that later ones do not choose other versions."""
     is_npm: bool = False
     """True if the packages are npm's."""
+    uses_vectors: bool = False
+    """True if it is for a server of an embedder and a reranker."""
 
 
 CLIENTS = (
@@ -48,6 +50,19 @@ CLIENTS = (
     # A plain torch installs gigabytes of CUDA, which neither of the two uses.
     Client("guidellm", "guidellm_bench", ("guidellm", "torch==2.13.0"), ("torch==2.13.0",)),
     Client("aiperf", "aiperf_bench", ("aiperf",)),
+    Client("openai-embeddings", "openai_vectors", ("openai",), uses_vectors=True),
+    Client("cohere", "cohere_sdk", ("cohere",), uses_vectors=True),
+    Client("langchain-vectors", "langchain_vectors", ("langchain-openai", "langchain-cohere"), uses_vectors=True),
+    Client(
+        "llama-index",
+        "llama_index_vectors",
+        (
+            "llama-index-embeddings-openai-like",
+            "llama-index-postprocessor-cohere-rerank",
+            "llama-index-postprocessor-jinaai-rerank",
+        ),
+        uses_vectors=True,
+    ),
     Client("claude-code", "claude_code", ("@anthropic-ai/claude-code",), is_npm=True),
     Client("codex", "codex_cli", ("@openai/codex",), is_npm=True),
 )
@@ -72,15 +87,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     chosen = [client for client in CLIENTS if client.name in asked.only]
     results: list[Result] = []
-    with serving() as base_url:
+    with serving() as base_url, serving_vectors() as vectors_url:
         for client in chosen:
             print(f"{client.name}: installing and running ...", file=sys.stderr, flush=True)
-            results += tried(client, asked.cache.resolve(), f"{base_url}/v1")
+            url, model = (vectors_url, EMBEDDER) if client.uses_vectors else (base_url, MODEL)
+            results += tried(client, asked.cache.resolve(), f"{url}/v1", model)
     print_table(results)
     return 1 if any(result.failure for result in results) else 0
 
 
-def tried(client: Client, cache: Path, base_url: str) -> list[Result]:
+def tried(client: Client, cache: Path, base_url: str, model: str) -> list[Result]:
     """Results of all scenarios of one client, or the failure of its installation."""
     environment = cache / client.name
     install = installed_by_npm if client.is_npm else installed_by_pip
@@ -89,7 +105,7 @@ def tried(client: Client, cache: Path, base_url: str) -> list[Result]:
         return [Result(client.name, "", "installation", failure)]
     program = f"tools.clients.programs.{client.program}"
     path = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
-    output, failure = run([python, "-m", program, base_url, MODEL], PLAY_S, {"PATH": path})
+    output, failure = run([python, "-m", program, base_url, model], PLAY_S, {"PATH": path})
     told = [json.loads(line) for line in output.splitlines() if line.startswith('{"client"')]
     results = [Result(**each) for each in told]
     if failure and not any(result.failure for result in results):  # the program ended early

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.cluster.threads import LONG_BYTES, WorkerThreads
@@ -32,17 +32,26 @@ class PromptTokeniser:
         self._num_loop_chars = 0
 
     async def tokenised(
-        self, tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        request: GenerationRequest,
+        convert: Callable[[GenerationRequest], GenerationRequest] | None = None,
     ) -> GenerationRequest:
         """Tokenise a request's prompt; see `lockstep.engine.input_processing.tokenised`.
+
+        Args:
+            convert: what is done to the request first, on the same thread.
 
         Raises:
             QueueFullError: too many prompts wait to be tokenised.
         """
-        num_chars = weight_of(request.prompt)
-        if self._is_short(num_chars):
-            return tokenised(tokenizer, max_model_len, request)
-        return await self._threads.do(lambda: tokenised(tokenizer, max_model_len, request), num_chars)
+
+        def work() -> GenerationRequest:
+            return tokenised(tokenizer, max_model_len, request if convert is None else convert(request))
+
+        num_chars = weight_of(request.prompt) + len(request.document or "")
+        return work() if self._is_short(num_chars) else await self._threads.do(work, num_chars)
 
     def _is_short(self, num_chars: int) -> bool:
         if num_chars > min(MAX_INLINE_CHARS, MAX_LOOP_CHARS - self._num_loop_chars):

@@ -23,7 +23,7 @@ from lockstep.cluster.state import ClusterState
 from lockstep.engine.input_processing import check_session
 from lockstep.engine.outputs import RequestOutput, TokenOutput, WaitReason
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.scoring import pair_request
+from lockstep.engine.scoring import check_task, pair_request
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
 from lockstep.worker.messages import DispatchDecided
 from lockstep.worker.progress import LOADING, PLACE, CallObserver, CallProgress
@@ -267,12 +267,18 @@ class RequestHandler:
         """Convert a call to the worker's request, with the remaining deadlines; None: the worker was lost meanwhile."""
         assert replica.loaded is not None, "calls are admitted only by a loaded replica"
         assert replica.tokenizer is not None, "the tokenizer is read when a replica is loaded"
+        loaded, tokenizer = replica.loaded, replica.tokenizer
+        check_task(call, model.id, loaded.task)
         began_s = self._clock()
         limits = [limit for limit in (call.deadline_s, call.queue_deadline_s) if limit is not None]
         try:
             async with asyncio.timeout(min(limits, default=None)):
-                call = pair_request(call, model.id, replica.loaded.scoring, replica.tokenizer)
-                request = await self._prompts.tokenised(replica.tokenizer, replica.loaded.max_model_len, call)
+                request = await self._prompts.tokenised(
+                    tokenizer,
+                    loaded.max_model_len,
+                    call,
+                    lambda call: pair_request(call, model.id, loaded.scoring, tokenizer),
+                )
         except TimeoutError:
             raise _too_late(model, call, self._clock() - began_s) from None
         if replica.phase is not Phase.RESIDENT:

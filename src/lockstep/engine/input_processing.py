@@ -15,7 +15,7 @@ from lockstep.engine.generation import LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.output_rules import Runs
 from lockstep.engine.request import Conversation, GenerationRequest
-from lockstep.engine.scoring import pair_request
+from lockstep.engine.scoring import check_task, pair_request
 from lockstep.engine.tokenizer import Tokenizer, too_many_tokens
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import SamplingParams, check_logprobs
@@ -39,6 +39,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         PromptTooLongError: the prompt can never fit the context or the KV pool.
     """
     check_request(request, model.vocab_size)
+    check_task(request, model.name, model.task)
     params = request.params
     request = pair_request(request, model.name, model.scoring, model.tokenizer)
     request = tokenised(model.tokenizer, model.text_limit(config), request)
@@ -46,11 +47,6 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     _check_ids(prompt_ids, model.vocab_size)
     if request.gives_vector:
         return _prepare_vector(model, config, request, prompt_ids)
-    if model.task != "generate":
-        raise InvalidParameterError(
-            f"model {model.name!r} has the task {model.task!r} and generates no text; choose a model for text",
-            param="model",
-        )
     check_logprobs("prompt_logprobs", request.prompt_logprobs, model.vocab_size)
     namespace = namespace_of(model.fingerprint, request.cache_salt)
     hashes = block_hashes(namespace, prompt_ids, config.block_size) if config.enable_prefix_caching else ()
@@ -140,8 +136,9 @@ def _tokenised_text(
 ) -> GenerationRequest:
     """Tokenise the text, or the pair of texts, of an embedding request. If it is cut, its beginning is kept, with the
     special tokens around it, as sentence-transformers does."""
-    if request.document is None:
-        text = tokenizer.prompt_text(request.prompt_name) + text
+    if request.document is None and (before := tokenizer.prompt_text(request.prompt_name)):
+        tokenizer.check_content(text)
+        text = before + text
     ids = tokenizer.encode_text(
         text, request.document, most=max_model_len - 1, num_kept=_num_kept(max_model_len, request)
     )
@@ -232,7 +229,7 @@ def _prepare_vector(
 def _pooling(model: LoadedModel, request: GenerationRequest) -> Pooling:
     if not hasattr(type(model.executor), "hidden_states"):
         raise InvalidParameterError(f"model {model.name!r} does not provide hidden states", param="pooling")
-    if request.pooling == "model":
+    if request.pooling == "model" or (request.pooling == "score" and model.scoring == "classifier"):
         return model.embedding.pooling
     if request.pooling not in POOLINGS:
         allowed = ", ".join(("model", *POOLINGS))

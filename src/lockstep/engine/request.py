@@ -58,15 +58,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: Reasoning | None = None
     """How reasoning is separated from content; None: everything is content, except in a conversation, which has its own
     setting. Stop strings apply only to content."""
-    pooling: Pooling | Literal["model"] | None = None
+    pooling: Pooling | Literal["model", "score"] | None = None
     """Not None: an embedding request, whose answer is one vector of the prompt's hidden states and no text; ``params``
-    is unused. ``model``: the pooling that the model's files describe, else the mean."""
+    is unused. ``model``: the pooling that the model's files describe, else the mean. ``score``: the value of a
+    classifier for a pair of texts, as `engine.scoring` requests it."""
     logit_ids: tuple[int, ...] = ()
     """Not empty: the answer is one vector, the logits of these tokens after the prompt, and no text; ``params`` is
     unused."""
     document: str | None = None
     """Not None: a request for a score. The prompt is a query, as text, and the answer is the vector from which
     `engine.scoring` computes how relevant this document is to it."""
+    max_document_tokens: int | None = None
+    """Number of first tokens that are read of the document, or of the text of an embedding request; None: all."""
     instruction: str | None = None
     """What relevance means, for a model that scores documents by an answer; None: its default."""
     prompt_name: str | None = None

@@ -46,6 +46,25 @@ def no_scores(name: str) -> InvalidParameterError:
     )
 
 
+def check_task(request: GenerationRequest, name: str, task: Task) -> None:
+    """Check that a model is for requests of this kind. A model that generates text gives embeddings, too.
+
+    Raises:
+        InvalidParameterError: the request asks for text and the model gives none, or it asks a reranker, which scores
+            pairs of texts, for an embedding of one.
+    """
+    if not request.gives_vector and task != "generate":
+        raise InvalidParameterError(
+            f"model {name!r} has the task {task!r} and generates no text; choose a model for text", param="model"
+        )
+    if task == "rerank" and request.document is None and request.pooling not in (None, "score"):
+        raise InvalidParameterError(
+            f"model {name!r} is a reranker, which scores pairs of texts and gives no embeddings; choose an embedding "
+            "model",
+            param="model",
+        )
+
+
 def pair_request(
     call: GenerationRequest, name: str, scoring: Scoring | None, tokenizer: Tokenizer
 ) -> GenerationRequest:
@@ -55,15 +74,22 @@ def pair_request(
         InvalidParameterError: the model gives no scores, takes no instruction, or has no single tokens for its answers.
     """
     if call.document is None:
-        return call
+        if call.max_document_tokens is None or not isinstance(call.prompt, str):
+            return call
+        return replace(
+            call, prompt=tokenizer.first_part(call.prompt, call.max_document_tokens), max_document_tokens=None
+        )
     if not isinstance(call.prompt, str):
         raise InvalidParameterError("the query of a score must be text", param="query")
     if scoring in (None, "cosine"):  # the cosine of two vectors is two requests
         raise no_scores(name)
+    if call.max_document_tokens is not None:
+        document = tokenizer.first_part(call.document, call.max_document_tokens)
+        call = replace(call, document=document, max_document_tokens=None)
     if scoring == "classifier":
         if call.instruction is not None:
             raise InvalidParameterError(f"model {name!r} takes no instruction", param="instruction")
-        return replace(call, pooling="model")
+        return replace(call, pooling="score")
     messages = _pair_messages(call.prompt, call.document, call.instruction, tokenizer)
     conversation = Conversation(messages, {"enable_thinking": False}, reasoning="off")
     answers = tokenizer.parts.answer_ids or tuple(_only_token(tokenizer, word) for word in (YES, NO))

@@ -75,12 +75,13 @@ class Tokenizer:
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that the chat template reads.
+        """Names that the chat template reads; none for a model without a template, such as an embedding model, by which
+        conversations can be routed all the same.
 
         Raises:
-            ChatTemplateError: the model has no template, or it cannot be read.
+            ChatTemplateError: the template cannot be read.
         """
-        return self._chat_template().variables
+        return self._chat_template().variables if self.parts.chat_template is not None else frozenset()
 
     @property
     def takes_grammars(self) -> bool:
@@ -167,7 +168,8 @@ class Tokenizer:
             num_kept: cut the text to this many tokens, special tokens included; of a pair, the longer text is cut.
 
         Raises:
-            InvalidParameterError: a text contains half of a character.
+            InvalidParameterError: a text has no tokens or contains half of a character, or ``num_kept`` leaves no
+                token of a text.
             PromptTooLongError: there are more than ``most`` tokens.
         """
         texts = [text] if second is None else [text, second]
@@ -175,9 +177,17 @@ class Tokenizer:
             self.check_length(texts, most)
         encodings = [self._encoding(self._plain, each, add_special_tokens=False) for each in texts]
         lengths = [len(each) for each in encodings]
+        if 0 in lengths:
+            raise _no_content()
         num_special = self._tokenizer.num_special_tokens_to_add(second is not None)
         if num_kept is not None:
-            lengths = _cut_longest(lengths, max(num_kept - num_special, 0))
+            if num_kept < num_special + len(texts):
+                raise InvalidParameterError(
+                    f"truncate_prompt_tokens is {num_kept}; it must be at least {num_special + len(texts)}, since "
+                    f"{num_special} are special tokens",
+                    param="truncate_prompt_tokens",
+                )
+            lengths = _cut_longest(lengths, num_kept - num_special)
             for encoding, length in zip(encodings, lengths, strict=True):
                 encoding.truncate(length)
         elif sum(lengths) + num_special > most:
@@ -185,6 +195,20 @@ class Tokenizer:
         first, *others = encodings
         ids: list[int] = self._tokenizer.post_process(first, others[0] if others else None).ids
         return ids
+
+    def check_content(self, text: str) -> None:
+        """Check that a text has tokens of its own, which a text of spaces has in some vocabularies only.
+
+        Raises:
+            InvalidParameterError: it has none.
+        """
+        if not text.strip() and not self.encode_plain([text])[0]:
+            raise _no_content()
+
+    def first_part(self, text: str, num_tokens: int) -> str:
+        """Cut a text behind a number of tokens."""
+        encoding = self._plain.encode_batch([text], add_special_tokens=False)[0]  # in a batch, other threads can run
+        return text if len(encoding) <= num_tokens else text[: encoding.offsets[num_tokens - 1][1]]
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise texts without special tokens: one that is written in a text is treated as ordinary characters."""
@@ -355,6 +379,10 @@ class Tokenizer:
             self._guard = SpecialTokenGuard(parts.tokenizer, template, parts.end_token_ids)
             self._template = template
         return self._template
+
+
+def _no_content() -> InvalidParameterError:
+    return InvalidParameterError("the text has no tokens; send a text that is not empty or blank", param="prompt")
 
 
 def _cut_longest(lengths: list[int], room: int) -> list[int]:

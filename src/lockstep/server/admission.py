@@ -230,7 +230,8 @@ OPEN_PATHS = frozenset(
 """Paths that do not require a key, for probes and scrapers. They expose no content of any request."""
 _LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 _INFERENCE = re.compile(
-    r"/v1/(chat/completions|completions|embeddings|responses(/.*)?|messages(/.*)?|models(/.*)?)|/tokenize|/detokenize"
+    r"/v1/(chat/completions|completions|embeddings|score|responses(/.*)?|messages(/.*)?|models(/.*)?)"
+    r"|(/v[12])?/rerank|/score|/tokenize|/detokenize"
     r"|/api/[a-z]+"
 )
 _READING = ("GET", "HEAD", "OPTIONS")

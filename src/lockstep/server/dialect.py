@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
-from lockstep.server.errors import HttpError
+from lockstep.server.errors import ErrorBody, HttpError
 
 ANTHROPIC_VERSION_HEADER = b"anthropic-version"
 _ANTHROPIC_TYPES = {
@@ -67,6 +67,8 @@ def _anthropic_body(error: HttpError, request_id: str) -> Mapping[str, Any]:
 
 OPENAI = Dialect("openai", lambda error, _: error.body())
 ANTHROPIC = Dialect("anthropic", _anthropic_body, {503: OVERLOADED_STATUS}, b"request-id")
+RERANK = Dialect("rerank", lambda error, _: {**error.body(), "message": error.message, "detail": error.message})
+"""OpenAI's form with the members that clients of Cohere (``message``) and of Jina (``detail``) read."""
 OLLAMA = Dialect("ollama", lambda error, _: {"error": error.message}, takes_forms=True)
 OPERATIONS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
@@ -85,7 +87,11 @@ OPERATIONS: Mapping[str, str] = {
     "/api/embeddings": "embeddings",
 }
 """Paths of all APIs that use a model, with their ``gen_ai.operation.name``. `/v1/requests` lists their requests."""
-_BY_PATH = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))
+_BY_PATH = (
+    ("/v1/messages", ANTHROPIC),
+    ("/api/", OLLAMA),
+    *((path, RERANK) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+)
 
 
 def dialect_of(path: str, headers: Iterable[tuple[bytes, bytes]]) -> Dialect:
@@ -110,6 +116,13 @@ class AnthropicErrorBody(BaseModel):
     type: Literal["error"]
     error: AnthropicErrorDetail
     request_id: str
+
+
+class RerankErrorBody(ErrorBody):
+    """Body of every error response of the endpoint of rerankers."""
+
+    message: str
+    detail: str
 
 
 class OllamaErrorBody(BaseModel):

@@ -22,7 +22,8 @@ from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.scoring import cosine, no_scores, pair_score
 from lockstep.errors import InvalidParameterError
 from lockstep.server.body import LongBodyRoute
-from lockstep.server.errors import ERROR_RESPONSES
+from lockstep.server.dialect import RerankErrorBody
+from lockstep.server.errors import ERROR_RESPONSES, documented_errors
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, ParameterBody, Shape, text_or_list, text_or_object
 from lockstep.server.generation import Caller
 from lockstep.server.request_context import context_of
@@ -71,6 +72,8 @@ class RerankBody(ScoringBody):
     documents: Annotated[list[Document], Field(min_length=1, max_length=MAX_DOCUMENTS)]
     top_n: Annotated[int | None, Field(ge=1)] = None
     """Number of most relevant documents to return. Default: all."""
+    max_tokens_per_doc: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    """Reads only the first tokens of each document, at most this many, as Cohere's API does. Default: all."""
     return_documents: bool | None = None
     """Whether results contain the documents. Default: true, as in Jina's API; false at `/v2/rerank`, as in Cohere's."""
 
@@ -132,7 +135,7 @@ class Pair(NamedTuple):
     document_name: str
 
 
-@router.post("/v1/rerank", response_model=Reranked)
+@router.post("/v1/rerank", response_model=Reranked, responses=documented_errors(RerankErrorBody))
 @router.post("/rerank", response_model=Reranked, include_in_schema=False)
 async def rerank(body: RerankBody, request: Request) -> Response:
     """Sort documents by their relevance to a query."""
@@ -164,7 +167,7 @@ async def score(body: ScoreBody, request: Request) -> Response:
 async def _reranked(body: RerankBody, request: Request, returns_documents: bool) -> Response:
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     pairs = [Pair(body.query, text, "query", f"documents[{index}]") for index, text in enumerate(texts)]
-    found, outputs = await _scored(request, body, pairs)
+    found, outputs = await _scored(request, body, pairs, body.max_tokens_per_doc)
     order = sorted(range(len(found)), key=lambda index: (-found[index], index))[: body.top_n]
     results: list[RerankResult] = []
     for index in order:
@@ -206,29 +209,36 @@ def pairs_of(first: str | list[str], second: str | list[str]) -> list[Pair]:
 
 
 async def _scored(
-    request: Request, body: ScoringBody, pairs: Sequence[Pair]
+    request: Request, body: ScoringBody, pairs: Sequence[Pair], max_document_tokens: int | None = None
 ) -> tuple[list[float], Sequence[RequestOutput]]:
-    """Score pairs with the requested model. Returns the scores, and the outputs of the engine calls."""
+    """Score pairs with the requested model. Returns the scores, and the outputs of the engine calls.
+
+    Args:
+        max_document_tokens: number of first tokens of each document that are read; None: all.
+    """
     cluster: Cluster = serving_of(request).cluster
     card = cluster.card(body.model)
     if card.task in (None, "generate"):
         raise no_scores(card.name)
     _check_not_empty(pairs)
     if card.task == "embed":
-        return await _cosines(request, body, pairs)
-    _, outputs = await vector_outputs(request, body.model, body.user, lambda caller: _pair_calls(body, pairs, caller))
+        return await _cosines(request, body, pairs, max_document_tokens)
+    _, outputs = await vector_outputs(
+        request, body.model, body.user, lambda caller: _pair_calls(body, pairs, max_document_tokens, caller)
+    )
     scoring = cluster.card(body.model).scoring  # known, since the model has answered
     assert scoring is not None, "a reranker gives scores"
     return [pair_score(scoring, vector_of(output)) for output in outputs], outputs
 
 
-def _pair_calls(body: ScoringBody, pairs: Sequence[Pair], caller: Caller) -> Calls:
+def _pair_calls(body: ScoringBody, pairs: Sequence[Pair], max_document_tokens: int | None, caller: Caller) -> Calls:
     return [
         (
             pair.document_name,
             replace(
                 vector_call(caller, pair.query, body.model, body.truncate_prompt_tokens),
                 document=pair.document,
+                max_document_tokens=max_document_tokens,
                 instruction=body.instruction,
             ),
         )
@@ -237,24 +247,26 @@ def _pair_calls(body: ScoringBody, pairs: Sequence[Pair], caller: Caller) -> Cal
 
 
 async def _cosines(
-    request: Request, body: ScoringBody, pairs: Sequence[Pair]
+    request: Request, body: ScoringBody, pairs: Sequence[Pair], max_document_tokens: int | None
 ) -> tuple[list[float], Sequence[RequestOutput]]:
     if body.instruction is not None:
         raise InvalidParameterError("an embedding model takes no instruction", param="instruction")
-    names: dict[str, str] = {}
+    names: dict[tuple[str, int | None], str] = {}
+    """Name of each text in the request, by the text and the number of its tokens that are read."""
     for pair in pairs:
-        names.setdefault(pair.query, pair.query_name)
-        names.setdefault(pair.document, pair.document_name)
+        names.setdefault((pair.query, None), pair.query_name)
+        names.setdefault((pair.document, max_document_tokens), pair.document_name)
 
     def calls(caller: Caller) -> Calls:
-        return [
-            (name, replace(vector_call(caller, text, body.model, body.truncate_prompt_tokens), pooling="model"))
-            for text, name in names.items()
-        ]
+        made = []
+        for (text, most), name in names.items():
+            call = vector_call(caller, text, body.model, body.truncate_prompt_tokens)
+            made.append((name, replace(call, pooling="model", max_document_tokens=most)))
+        return made
 
     _, outputs = await vector_outputs(request, body.model, body.user, calls)
-    vectors = {text: vector_of(output) for text, output in zip(names, outputs, strict=True)}
-    pairs_of_vectors = [(vectors[pair.query], vectors[pair.document]) for pair in pairs]
+    vectors = {key: vector_of(output) for key, output in zip(names, outputs, strict=True)}
+    pairs_of_vectors = [(vectors[pair.query, None], vectors[pair.document, max_document_tokens]) for pair in pairs]
     found = await asyncio.to_thread(lambda: [cosine(*each) for each in pairs_of_vectors])
     return found, outputs
 
@@ -262,8 +274,8 @@ async def _cosines(
 def _check_not_empty(pairs: Sequence[Pair]) -> None:
     for pair in pairs:
         for text, name in ((pair.query, pair.query_name), (pair.document, pair.document_name)):
-            if not text:
-                raise InvalidParameterError(f"{name}: the text is empty", param=name)
+            if not text.strip():
+                raise InvalidParameterError(f"{name}: the text is {'blank' if text else 'empty'}", param=name)
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> ScoreUsage:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import ChatTemplateError, InvalidParameterError
+from lockstep.errors import InvalidParameterError
 from lockstep.server.tools.call_formats import (
     FUNCTION_GEMMA,
     FUNCTOOLS,
@@ -212,9 +212,9 @@ def test_schemas_too_large_for_a_grammar_are_refused_by_name() -> None:
     assert caught.value.param == "tools"
 
 
-def test_a_model_without_a_template_takes_no_functions() -> None:
-    with pytest.raises(ChatTemplateError):
-        tool_use_of(Tokenizer(text_models.parts(text_models.byte_level())), TOOLS, None, True)
+def test_functions_are_text_for_a_model_without_a_template_which_may_route_to_one_with_a_template() -> None:
+    told = tool_use_of(Tokenizer(text_models.parts(text_models.byte_level())), TOOLS, None, True).system_text
+    assert told == tool_use_of(tokenizer_of("stub"), TOOLS, None, True).system_text
 
 
 def test_the_system_text_shows_every_function_as_json() -> None:

@@ -51,6 +51,8 @@ class OllamaModel(Shape):
     digest: str
     """Digest of the model's source and context length. It identifies the model, not its content."""
     details: OllamaDetails
+    capabilities: list[str]
+    """What the model is for; empty: it scores pairs of texts, which Ollama's API lacks, or it is loading."""
 
 
 class OllamaModels(Shape):
@@ -174,22 +176,18 @@ async def ollama_show(body: NamedModelBody, request: Request) -> Response:
     cluster = serving_of(request).cluster
     name = served_name(cluster, _name(body))
     card = cluster.card(name)
-    tokenizer = card.tokenizer
     details = _details()
-    template = tokenizer.chat_template or ""
+    template = card.tokenizer.chat_template or ""
     info: dict[str, Any] = {"general.architecture": details["family"], "general.basename": card.name}
     if card.max_model_len is not None:
         info[f"{details['family']}.context_length"] = card.max_model_len
-    abilities = ["completion", "tools"] if template or tokenizer.vocab_size == 0 else ["completion"]
-    if template and tags_of_template(template) is not None:
-        abilities.append("thinking")
     shown: OllamaShown = {
         "modelfile": f"# Served by Lockstep from its own source; there is no Modelfile.\nFROM {card.name}\n",
         "parameters": "",
         "template": template,
         "details": details,
         "model_info": info,
-        "capabilities": abilities,
+        "capabilities": _capabilities(card),
         "modified_at": _time(card),
     }
     return JSONResponse(shown)
@@ -198,7 +196,7 @@ async def ollama_show(body: NamedModelBody, request: Request) -> Response:
 @router.post("/embed", operation_id="ollama_embed", response_model=OllamaEmbeddings)
 async def ollama_embed(body: EmbedBody, request: Request) -> Response:
     """Embed texts as normalized vectors."""
-    inputs = [text for text in ([body.input] if isinstance(body.input, str) else body.input) if text]
+    inputs = ([body.input] if body.input else []) if isinstance(body.input, str) else body.input
     started_s = time.monotonic()
     name = served_name(serving_of(request).cluster, body.model)
     cut = None if body.truncate is False else -1
@@ -316,7 +314,19 @@ def _listed(name: str, card: ModelCard, snapshots: Mapping[str, ModelSnapshot]) 
         "size": 0 if of_model is None else of_model.size_bytes,
         "digest": hashlib.sha256(what.encode()).hexdigest(),
         "details": _details(),
+        "capabilities": _capabilities(card),
     }
+
+
+def _capabilities(card: ModelCard) -> list[str]:
+    """What a model is for, in Ollama's words."""
+    if card.task in ("embed", "rerank"):
+        return ["embedding"] if card.task == "embed" else []
+    if card.text is None:
+        return []
+    template = card.text.chat_template
+    abilities = ["completion", "tools"] if template or card.text.vocab_size == 0 else ["completion"]
+    return [*abilities, "thinking"] if template and tags_of_template(template) is not None else abilities
 
 
 def _running(card: ModelCard, snapshots: Mapping[str, ModelSnapshot]) -> OllamaRunningModel:

@@ -14,7 +14,14 @@ import msgspec
 from lockstep.server.body import JSON_TYPE, body_fault
 from lockstep.server.fields import MAX_LABEL_VALUE_CHARS
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
+)
 """Endpoints that batch requests can use."""
 MAX_FILE_BYTES = 200 << 20
 """Maximum size of an input file, as in OpenAI's API. So is the maximum number of requests below."""

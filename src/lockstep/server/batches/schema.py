@@ -221,7 +221,9 @@ class BatchBody(Body):
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=MAX_FILE_ID_CHARS)]
     """Id of a file that was uploaded with the purpose `batch`."""
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/score"
+    ]
     completion_window: Annotated[str, Field(min_length=2, max_length=8)]
     """`24h`, or another number of s, m, h or d, up to 30d."""
     metadata: Labels | None = None

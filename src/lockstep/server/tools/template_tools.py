@@ -82,7 +82,7 @@ def template_tools_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] |
             SmolLM3.
 
     Raises:
-        ChatTemplateError: there is no template, or it cannot be parsed.
+        ChatTemplateError: the template cannot be parsed.
     """
     variables, source = tokenizer.template_variables, tokenizer.chat_template or ""
     writes_calls = "tool_calls" in source

@@ -1,0 +1,245 @@
+"""Requests for vectors and scores of real encoders: what each API refuses, and what it says about the models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep import LLM
+from lockstep.errors import InvalidParameterError
+from tests.server.encoders import serving_encoders
+from tests.server.process import IN_THREAD, ServerProcess, serve
+from tools.random_vector_models import CONTEXT, SIZE, write_embedder, write_reranker
+
+QUERY = "I want my money back"
+DOCUMENTS = ["my login page shows an error", "I was charged twice for one order", "is this clause enforceable?"]
+LONG = "x " * (CONTEXT + 1)
+INVISIBLE = "\u200b"
+"""A character that WordPiece leaves out."""
+SAID = [{"role": "user", "content": "a"}]
+EMBED, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
+ROUTED = """
+cluster: routed
+models:
+  embedder: {{source: '{folder}/embedder'}}
+  specialists:
+    - {{id: billing, source: 'pocket://'}}
+    - {{id: legal, source: 'pocket://'}}
+routing:
+  entry: embedder
+  dispatch:
+    kind: nearest
+    set: specialists
+    examples: {{billing: [I was charged twice], legal: [is this clause enforceable]}}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving_encoders(tmp_path_factory.mktemp("encoders")) as running:
+        yield running
+
+
+def post(server: ServerProcess, path: str, body: Mapping[str, object]) -> tuple[int, Any]:
+    with server.client() as http:
+        answer = http.post(path, json=body)
+    return answer.status_code, answer.json()
+
+
+def refused(server: ServerProcess, path: str, body: Mapping[str, object]) -> Any:
+    status, answer = post(server, path, body)
+    assert status == 400, answer
+    return answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": "  \n"}, "input"),
+        ({"input": ["a", " "]}, "input[1]"),
+        ({"input": INVISIBLE}, "input"),
+        ({"input": " ", "prompt_name": "query"}, "input"),
+        ({"input": LONG}, "input"),
+        ({"input": [320]}, "input"),
+        ({"input": [[5], [-1]]}, "input[1][0]"),
+        ({"input": LONG, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": LONG, "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"input": LONG, "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+        ({"input": LONG, "truncate_prompt_tokens": CONTEXT + 1}, "truncate_prompt_tokens"),
+        ({"prompt_name": "nobody"}, "prompt_name"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": SIZE + 1}, "dimensions"),
+        ({"model": "reranker"}, "model"),
+        ({"model": "reranker", "input": [5, 6]}, "model"),
+        ({"model": "reranker", "pooling": "cls"}, "model"),
+    ],
+)
+def test_a_wrong_request_for_embeddings_names_its_parameter(
+    server: ServerProcess, body: Mapping[str, object], param: str
+) -> None:
+    assert refused(server, EMBED, {"model": "embedder", "input": "hi", **body})["param"] == param
+
+
+@pytest.mark.parametrize("model", ["reranker", "embedder"])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"query": " "}, "query"),
+        ({"documents": []}, "documents"),
+        ({"documents": ["a", " "]}, "documents[1]"),
+        ({"documents": ["a", INVISIBLE]}, "documents[1]"),
+        ({"documents": ["a", {"text": "b"}, 3]}, "documents[2]"),
+        ({"documents": ["a", LONG]}, "documents[1]"),
+        ({"documents": [LONG], "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"documents": [LONG], "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"documents": [LONG], "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+        ({"documents": [LONG], "truncate_prompt_tokens": CONTEXT + 1}, "truncate_prompt_tokens"),
+        ({"max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+        ({"top_n": 0}, "top_n"),
+        ({"instruction": "judge"}, "instruction"),
+    ],
+)
+def test_a_wrong_request_for_scores_names_its_parameter(
+    server: ServerProcess, model: str, body: Mapping[str, object], param: str
+) -> None:
+    status, answer = post(server, RERANK, {"model": model, "query": QUERY, "documents": DOCUMENTS, **body})
+    assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+def test_errors_of_rerank_have_the_members_that_clients_of_cohere_and_jina_read(server: ServerProcess) -> None:
+    for path in (RERANK, "/rerank", "/v2/rerank"):
+        status, answer = post(server, path, {"model": "nobody", "query": QUERY, "documents": DOCUMENTS})
+        assert status == 404
+        assert answer["message"] == answer["detail"] == answer["error"]["message"]
+
+
+@pytest.mark.parametrize("model", ["embedder", "reranker"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": SAID}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": SAID, "max_tokens": 4}),
+        ("/api/chat", {"messages": SAID}),
+        ("/api/generate", {"prompt": "a"}),
+        ("/api/generate", {"prompt": "a", "raw": True}),
+    ],
+)
+def test_encoders_generate_no_text_in_any_api(
+    server: ServerProcess, model: str, path: str, body: Mapping[str, object]
+) -> None:
+    error = refused(server, path, {"model": model, **body})
+    told = error if isinstance(error, str) else error["message"]
+    assert re.search(f"model '{model}' has the task '(embed|rerank)' and generates no text", told)
+    if not path.startswith(("/api", "/v1/messages")):
+        assert error["param"] == "model"
+
+
+@pytest.mark.parametrize("path", [RERANK, SCORE])
+def test_a_model_for_text_gives_embeddings_and_no_scores(server: ServerProcess, path: str) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS} if path == RERANK else {"text_1": QUERY, "text_2": DOCUMENTS}
+    assert refused(server, path, {"model": "chat", **body})["param"] == "model"
+    status, answer = post(server, EMBED, {"model": "chat", "input": " "})
+    assert (status, len(answer["data"][0]["embedding"])) == (200, 256)
+
+
+@pytest.mark.parametrize("model", ["reranker", "embedder"])
+def test_documents_are_cut_to_their_first_tokens(server: ServerProcess, model: str) -> None:
+    documents = [LONG, "x x x", DOCUMENTS[0]]
+    body = {"model": model, "query": QUERY, "documents": documents, "max_tokens_per_doc": 3}
+    status, answer = post(server, "/v2/rerank", body)
+    assert status == 200, answer
+    scores = {each["index"]: each["relevance_score"] for each in answer["results"]}
+    assert scores[0] == scores[1] != scores[2]
+    whole = {**body, "documents": documents[1:], "max_tokens_per_doc": 1_000}
+    alone = {each["index"]: each["relevance_score"] for each in post(server, "/v2/rerank", whole)[1]["results"]}
+    assert alone[0] == scores[0]
+    assert alone[1] != scores[2]
+
+
+def test_ollama_embeds_with_an_embedder_and_refuses_a_reranker(server: ServerProcess) -> None:
+    _, expected = post(server, EMBED, {"model": "embedder", "input": ["hi", "ho"]})
+    status, answer = post(server, "/api/embed", {"model": "embedder:latest", "input": ["hi", "ho"]})
+    assert status == 200
+    assert answer["embeddings"] == [each["embedding"] for each in expected["data"]]
+    assert answer["prompt_eval_count"] == expected["usage"]["prompt_tokens"]
+    _, old = post(server, "/api/embeddings", {"model": "embedder", "prompt": "hi"})
+    vector = np.array(old["embedding"])
+    assert np.allclose(vector / np.linalg.norm(vector), answer["embeddings"][0], atol=1e-6)
+    _, cut = post(server, "/api/embed", {"model": "embedder", "input": "hi", "dimensions": 8})
+    assert np.allclose(np.linalg.norm(cut["embeddings"][0]), 1.0)
+    assert post(server, "/api/embed", {"model": "embedder", "input": ""})[1]["embeddings"] == []
+    assert post(server, "/api/embed", {"model": "embedder", "input": LONG})[1]["prompt_eval_count"] == CONTEXT
+    for more, word in (
+        ({"input": LONG, "truncate": False}, "input"),
+        ({"input": ["a", "", "b"]}, "input\\[1\\]"),
+        ({"input": "a", "dimensions": SIZE + 1}, "dimensions"),
+        ({"input": "a", "model": "reranker"}, "reranker"),
+    ):
+        assert re.search(word, refused(server, "/api/embed", {"model": "embedder", **more}))
+
+
+def test_models_say_in_ollamas_words_what_they_are_for(server: ServerProcess) -> None:
+    with server.client() as http:
+        listed = {each["name"]: each["capabilities"] for each in http.get("/api/tags").json()["models"]}
+        shown = {
+            name: http.post("/api/show", json={"model": name}).json()["capabilities"]
+            for name in ("embedder", "reranker", "chat")
+        }
+    assert shown == {"embedder": ["embedding"], "reranker": [], "chat": ["completion", "tools"]}
+    assert {name: listed[f"{name}:latest"] for name in shown} == shown
+
+
+def test_the_log_and_the_metrics_have_the_model_and_its_prompt_tokens(server: ServerProcess) -> None:
+    def counted() -> float:
+        with server.client() as http:
+            page = http.get("/metrics").text
+        [line] = re.findall(r'lockstep:prompt_tokens_total\{.*model_name="reranker"\} (\S+)', page)
+        return float(line)
+
+    before = counted()
+    _, answer = post(server, SCORE, {"model": "reranker", "text_1": QUERY, "text_2": DOCUMENTS})
+    num_tokens = answer["usage"]["prompt_tokens"]
+    assert counted() - before == num_tokens
+    logged = [line for line in server.stderr.splitlines() if f"endpoint={SCORE} status=200" in line]
+    assert "model=reranker " in logged[-1]
+    assert f"prompt_tokens={num_tokens} " in logged[-1]
+
+
+def test_conversations_are_routed_by_an_embedder_without_a_chat_template(tmp_path: Path) -> None:
+    write_embedder(tmp_path / "embedder")
+    (tmp_path / "manifest.yaml").write_text(ROUTED.format(folder=tmp_path))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    asked = [{"role": "user", "content": "is this clause enforceable"}]
+    with serve("--manifest", str(tmp_path / "manifest.yaml"), *IN_THREAD) as running:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": asked, "max_tokens": 4}),
+            ("/v1/chat/completions", {"messages": asked, "max_tokens": 4, "tools": [tool]}),
+            ("/v1/messages", {"messages": asked, "max_tokens": 4, "model": "embedder"}),
+            ("/api/chat", {"messages": asked, "stream": False, "model": "embedder"}),
+        ):
+            status, answer = post(running, path, body)
+            assert (status, answer["model"]) == (200, "legal"), answer
+
+
+def test_python_calls_are_refused_in_the_same_way(tmp_path: Path) -> None:
+    with LLM(str(write_reranker(tmp_path / "reranker"))) as llm:
+        assert len(llm.score(QUERY, DOCUMENTS)) == 3
+        for prompt in ("hi", [5, 6]):
+            with pytest.raises(InvalidParameterError, match="gives no embeddings"):
+                llm.embed(prompt)
+        with pytest.raises(InvalidParameterError, match="generates no text"):
+            llm.generate("hi")
+    with (
+        LLM(str(write_reranker(tmp_path / "labels", num_labels=3))) as llm,
+        pytest.raises(InvalidParameterError, match="classifier has 3 labels"),
+    ):
+        llm.score(QUERY, DOCUMENTS)
