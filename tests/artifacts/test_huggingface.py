@@ -116,7 +116,14 @@ def test_a_decoder_that_makes_vectors_needs_no_head_and_no_beginnings_of_names(t
     edit_json(path / "config.json", lambda config: config.update(tie_word_embeddings=False))
     artifact = reopen(path)
     assert (artifact.task, artifact.config.tied_embeddings) == ("embed", True)
+    edit_json(path / "config.json", lambda config: config.update(architectures=["Qwen3Model"]))
+    again = reopen(path)
+    assert (again.config, again.task, again.embedding) == (artifact.config, "embed", artifact.embedding)
     (path / "modules.json").unlink()
+    embedding = reopen(path).embedding
+    assert embedding is not None
+    assert (embedding.pooling, embedding.max_tokens) == ("mean", 131072)
+    edit_json(path / "config.json", lambda config: config.update(architectures=["Qwen3ForCausalLM"]))
     with pytest.raises(CorruptArtifactError, match=r"has no tensor 'model\."):
         reopen(path)
 
@@ -131,6 +138,7 @@ UNSUPPORTED = {
     "model type": (set_config(architectures=None, model_type="mamba"), "model type 'mamba'"),
     "activation": (set_config(hidden_act="gelu"), "activation 'gelu'"),
     "mlp bias": (set_config(mlp_bias=True), "mlp_bias"),
+    "looks both ways": (set_config(is_causal=False), "is_causal: false in a decoder"),
     "quantised": (set_config(quantization_config={"quant_method": "awq"}), "quantised by 'awq'"),
     "rope type": (
         set_config(rope_parameters={"rope_type": "spiral"}),

@@ -26,7 +26,7 @@ from lockstep.artifacts.embedding import (
 from lockstep.artifacts.encoders import canonical_tensors
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
-from lockstep.artifacts.huggingface_config import read_config
+from lockstep.artifacts.huggingface_config import has_head, read_config
 from lockstep.artifacts.layout import LM_HEAD, MappedWeights, check_config, check_tensors, split_fused
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
 from lockstep.artifacts.model import Artifact, Tensor, TokenizerParts
@@ -58,6 +58,8 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     declared = read_json(path / "config.json")
     config = read_config(declared)
     embedding = read_sentence_transformers(path)
+    if embedding is None and not has_head(declared):
+        embedding = EmbeddingConfig(max_tokens=max_tokens_of(path))
     modules = () if embedding is None or config.num_labels else embedding.dense
     config = with_dense_modules(config, modules, path)
     check_config(config, declared.path)

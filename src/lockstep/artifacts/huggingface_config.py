@@ -23,6 +23,7 @@ from lockstep.artifacts.model import ModelConfig, RopeScaling
 _LAYER_KINDS = {"full_attention": False, "attention": False, "sliding_attention": True}
 KNOWN_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_CAUSAL = "ForCausalLM"
 
 
 def read_config(declared: Metadata) -> ModelConfig:
@@ -113,11 +114,25 @@ def _log(x: float) -> float:
     return float(Decimal(x).ln(Context(prec=30)))
 
 
+def has_head(declared: Metadata) -> bool:
+    """False if config.json names a decoder's class without the head, e.g. ``Qwen3Model``: it was saved to make
+    vectors."""
+    names = declared.strings("architectures") if "architectures" in declared.values else []
+    return not _headless().keys() & set(names)
+
+
+def _headless() -> dict[str, Architecture]:
+    """Decoders by their classes without the head. A Gemma3TextModel is an encoder."""
+    decoders = {row.class_name: row for row in ARCHITECTURES.values() if row.class_name.endswith(_CAUSAL)}
+    return {f"{name.removesuffix(_CAUSAL)}Model": row for name, row in decoders.items() if row.name != "gemma3"}
+
+
 def _architecture(declared: Metadata) -> Architecture:
     """Find the architecture: by class name if config.json has one, because classifiers share the model type."""
     rows = ARCHITECTURES.values()
     by_class = {name: row for row in rows for name in (row.class_name, row.classifier_name) if name}
     known = ", ".join(by_class)
+    by_class |= _headless()
     if "architectures" in declared.values:
         names = declared.strings("architectures")
         for name in names:
@@ -138,6 +153,8 @@ def _refuse_variants(declared: Metadata, architecture: Architecture) -> None:
     activation = declared.text("hidden_activation", declared.text("hidden_act", expected))
     if activation != expected:
         problem = f"activation {activation!r}; {expected} is supported"
+    elif not declared.flag("is_causal", True) and not architecture.traits.get("bidirectional"):
+        problem = "is_causal: false in a decoder; attention to earlier tokens is supported"
     elif declared.flag("mlp_bias", False):
         problem = "mlp_bias; feed-forward layers without biases are supported"
     elif "quantization_config" in declared.values:

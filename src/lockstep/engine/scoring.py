@@ -83,14 +83,15 @@ def pair_request(
         raise InvalidParameterError("the query of a score must be text", param="query")
     if scoring in (None, "cosine"):  # the cosine of two vectors is two requests
         raise no_scores(name)
+    query, document = call.prompt, call.document
     if call.max_document_tokens is not None:
-        document = tokenizer.first_part(call.document, call.max_document_tokens)
+        document = tokenizer.first_part(document, call.max_document_tokens)
         call = replace(call, document=document, max_document_tokens=None)
     if scoring == "classifier":
         if call.instruction is not None:
             raise InvalidParameterError(f"model {name!r} takes no instruction", param="instruction")
         return replace(call, pooling="score")
-    messages = _pair_messages(call.prompt, call.document, call.instruction, tokenizer)
+    messages = _pair_messages(query, document, call.instruction, tokenizer)
     conversation = Conversation(messages, {"enable_thinking": False}, reasoning="off")
     answers = tokenizer.parts.answer_ids or tuple(_only_token(tokenizer, word) for word in (YES, NO))
     return replace(call, prompt=conversation, document=None, instruction=None, logit_ids=answers)
