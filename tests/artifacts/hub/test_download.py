@@ -20,6 +20,7 @@ from lockstep.errors import (
     UnsupportedArtifactError,
 )
 from tests.artifacts.hub.stand_in import Repo, StandIn, hub_environment
+from tools.golden.vector_cases import EMBEDDERS, write_case
 from tools.random_models import write_gguf, write_huggingface
 
 TINY = HubSource("acme/tiny")
@@ -75,6 +76,21 @@ def test_only_what_is_needed_is_fetched(hub: StandIn, tiny: Repo, models: Path) 
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
+
+
+@pytest.mark.parametrize("name", ["bert-dense", "xlm-roberta", "qwen3-embedding"])
+def test_an_embedding_model_comes_with_the_files_that_make_its_vectors(hub: StandIn, tmp_path: Path, name: str) -> None:
+    folder = write_case(tmp_path / "embedder", EMBEDDERS[name])
+    lengths = folder / "sentence_bert_config.json"
+    if name == "bert-dense":
+        lengths.rename(folder / "sentence_roberta_config.json")
+    hub.add_directory("acme/embedder", folder)
+    cache_dir = tmp_path / "cache"
+    ours = open_artifact(str(folder), cache_dir=cache_dir)
+    pulled = open_artifact("hf://acme/embedder", cache_dir=cache_dir)
+    assert (pulled.fingerprint, pulled.embedding) == (ours.fingerprint, ours.embedding)
+    assert pulled.embedding is not None
+    assert pulled.embedding.max_tokens == (EMBEDDERS[name].max_seq_length or 128)
 
 
 def test_a_second_pull_transfers_nothing_and_a_new_commit_only_what_changed(hub: StandIn, tiny: Repo) -> None:

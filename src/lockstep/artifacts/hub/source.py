@@ -27,8 +27,9 @@ _TEXT_FILES = (
     INDEX,
     "modules.json",
     "config_sentence_transformers.json",
-    "sentence_bert_config.json",
 )
+_LENGTHS = re.compile(r"sentence_[a-z-]+_config\.json", re.ASCII)
+"""Files with the maximum length of a text, by versions of sentence-transformers."""
 _MODULE_FILE = re.compile(r"[0-9]+_[A-Za-z]+/(config\.json|model\.safetensors)", re.ASCII)
 """Files of sentence-transformers' modules, each of which has a directory."""
 _TOKENIZER = re.compile(r"tokenizer[a-z_]*\.json")
@@ -124,7 +125,9 @@ def is_gguf(source: HubSource, listing: Listing) -> bool:
 def text_files(listing: Listing) -> list[str]:
     """Required files of a Hugging Face directory other than its weights, in order of name."""
     return sorted(
-        name for name in listing if name in _TEXT_FILES or _TOKENIZER.fullmatch(name) or _MODULE_FILE.fullmatch(name)
+        name
+        for name in listing
+        if name in _TEXT_FILES or any(form.fullmatch(name) for form in (_TOKENIZER, _MODULE_FILE, _LENGTHS))
     )
 
 
