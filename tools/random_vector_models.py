@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.random_encoders import ENCODERS, write_encoder
+from tools.random_models import write_huggingface
 
 SIZE = 64
 """Numbers in a vector of the embedder."""
@@ -44,6 +45,22 @@ def write_reranker(folder: Path, num_labels: int = 1) -> Path:
     encoder = ENCODERS["bert-classifier"]
     write_encoder(folder, replace(encoder, config={**encoder.config, **labels, "label2id": {}}), seed=7)
     return _with_tokenizer(folder)
+
+
+def write_answering_reranker(folder: Path) -> Path:
+    """A llama that scores by the logits of two tokens, as Qwen3-Reranker does."""
+    write_huggingface(folder, "tiny-llama", "F16")
+    modules = [
+        ("sentence_transformers.models.Transformer", ""),
+        ("sentence_transformers.models.LogitScore", "1_LogitScore"),
+    ]
+    listed = [
+        {"idx": index, "name": str(index), "path": path, "type": kind} for index, (kind, path) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 7, "false_token_id": 9}')
+    return folder
 
 
 def write_manifest(folder: Path) -> Path:

@@ -25,7 +25,7 @@ FOR_LOOPBACK_PAGES = {
     *("/api/chat", "/api/copy", "/api/create", "/api/delete", "/api/embed", "/api/embeddings", "/api/generate"),
     *("/api/pull", "/api/push", "/api/show", "/detokenize", "/tokenize", "/v1/chat/completions", "/v1/completions"),
     *("/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"),
-    "/v1/responses/{response_id}/cancel",
+    *("/v1/responses/{response_id}/cancel", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
 }
 """Paths that ask models."""
 

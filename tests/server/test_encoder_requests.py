@@ -14,7 +14,7 @@ from lockstep import LLM
 from lockstep.errors import InvalidParameterError
 from tests.server.encoders import serving_encoders
 from tests.server.process import IN_THREAD, ServerProcess, serve
-from tools.random_vector_models import CONTEXT, SIZE, write_embedder, write_reranker
+from tools.random_vector_models import CONTEXT, SIZE, write_answering_reranker, write_embedder, write_reranker
 
 QUERY = "I want my money back"
 DOCUMENTS = ["my login page shows an error", "I was charged twice for one order", "is this clause enforceable?"]
@@ -228,6 +228,26 @@ def test_conversations_are_routed_by_an_embedder_without_a_chat_template(tmp_pat
         ):
             status, answer = post(running, path, body)
             assert (status, answer["model"]) == (200, "legal"), answer
+
+
+def test_a_reranker_that_answers_is_asked_only_for_scores(tmp_path: Path) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    with serve(str(write_answering_reranker(tmp_path / "model")), *IN_THREAD, "--served-model-name", "m") as running:
+        status, answer = post(running, "/v2/rerank", body)
+        assert status == 200
+        _, judged = post(running, "/v2/rerank", {**body, "instruction": "Judge."})
+        assert judged["results"] != answer["results"]
+        _, scored = post(running, SCORE, {"text_1": QUERY, "text_2": DOCUMENTS})
+        scores = {each["index"]: each["score"] for each in scored["data"]}
+        assert {each["index"]: each["relevance_score"] for each in answer["results"]} == scores
+        documents = ["x " * 9_000, "x " * 4]
+        _, cut = post(running, "/v2/rerank", {**body, "documents": documents, "max_tokens_per_doc": 4})
+        first, second = cut["results"]
+        assert first["relevance_score"] == second["relevance_score"]
+        assert refused(running, RERANK, {**body, "documents": documents})["param"] == "documents[0]"
+        assert refused(running, RERANK, {**body, "truncate_prompt_tokens": 9})["param"] == "truncate_prompt_tokens"
+        assert refused(running, EMBED, {"input": "a"})["param"] == "model"
+        assert refused(running, "/v1/chat/completions", {"messages": SAID})["param"] == "model"
 
 
 def test_python_calls_are_refused_in_the_same_way(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ class Generation:
             self.splitter = ReasoningSplitter(request.reasoning)
         if request.pooling is not None:
             assert request.pooling != "model", "input processing resolves it"
+            assert request.pooling != "score", "and this one"
             num_tokens = len(live.prompt_ids)
             self.pooler = Pooler(request.pooling, num_tokens, self.prompt_len - num_tokens)
         if request.prompt_logprobs is not None and self.index == 0:
