@@ -43,7 +43,8 @@ def texts_of(args: argparse.Namespace) -> npt.NDArray[np.int64]:
 def report(name: str, num_tokens: int, run: Callable[[], object]) -> None:
     """Print tokens per second, of the best and of the median turn, and per second of the processor."""
     run()
-    walls, began = [], time.process_time()
+    walls: list[float] = []
+    began = time.process_time()
     while sum(walls) < SECONDS:
         start = time.perf_counter()
         run()
@@ -72,7 +73,8 @@ def run_torch(args: argparse.Namespace) -> None:
 
 def run_ours(args: argparse.Namespace, encoding: str, folder: Path) -> None:
     # Only here, because the peer's environment does not have the dependencies.
-    from tests.executors.native.encoder_models import Chunk, loaded_encoder, open_artifact, step_of
+    from lockstep.artifacts.source import open_artifact
+    from tests.executors.native.encoder_models import Chunk, loaded_encoder, step_of
 
     path = folder / f"{args.shape}-{encoding}.gguf"
     if not path.exists():
