@@ -201,7 +201,7 @@ def test_a_prompt_is_found_in_a_recording_with_content_only(tmp_path: Path, has_
 def test_a_key_that_is_gone_ends_no_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = recorded(tmp_path / "flight", [ask()], key=str(tmp_path / "missing"))
     assert header_of(path).key_name
-    assert "the recording has a key of its own" in caplog.text
+    assert "the recording uses a random key" in caplog.text
 
 
 @pytest.mark.parametrize("secret", ["", "x" * (MIN_SECRET_BYTES - 1), "x" * 4097])
@@ -223,7 +223,7 @@ def test_a_duration_that_is_changed_is_found(tmp_path: Path) -> None:
 
     rewrite(path, change)
     with pytest.raises(
-        TraceError, match=r"the chunk at byte \d+ of the frame at byte 0 is not what was recorded there"
+        TraceError, match=r"the chunk at byte \d+ of the frame at byte 0 differs from what was recorded"
     ):
         verify(open_trace(path))
 

@@ -106,7 +106,7 @@ def test_lines_that_were_left_out_or_exchanged_are_refused(tmp_path: Path) -> No
     for at in range(len(lines) - 1):
         for changed in ([*lines[:at], *lines[at + 1 :]], [*lines[:at], lines[at + 1], lines[at], *lines[at + 2 :]]):
             path.write_bytes(b"".join(changed))
-            with pytest.raises(TraceError, match=f"line {at + 1} is not the line"):
+            with pytest.raises(TraceError, match=f"line {at + 1} differs from what was written"):
                 read_manifest(path)
 
 
@@ -127,7 +127,7 @@ def test_a_manifest_of_another_schema_is_refused_by_its_number(tmp_path: Path, m
     manifest = FolderManifest(tmp_path)
     manifest.put(Listed("a", State.OPEN))
     monkeypatch.undo()
-    with pytest.raises(TraceError, match="its schema is 99, and this version reads 1"):
+    with pytest.raises(TraceError, match="its schema is 99, this version reads schema 1"):
         read_manifest(manifest.path)
 
 

@@ -1,4 +1,4 @@
-"""Options of a recording, apart from the recorder: command lines and supervisors know them without what it imports."""
+"""Options of a recording. A module of its own, so that command lines do not import the recorder."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from lockstep.errors import UsageError
 
 DEFAULT_MAX_MB = 256
 MIN_SECRET_BYTES = 16
-"""With fewer, all of them could be tried."""
+"""Minimum length of a secret in bytes; all shorter ones could be tried."""
 MAX_SECRET_BYTES = 4_096
 
 
 class TraceOptions(msgspec.Struct, frozen=True):
-    """Options of a recording: its place, its bound, its content and its key."""
+    """Options of a recording: directory, size limit, content and key."""
 
     directory: str
     max_bytes: int = DEFAULT_MAX_MB << 20
-    """Of all recordings in the directory together; the oldest files go first."""
+    """Maximum size of all recordings in the directory together, in bytes; the oldest files are deleted first."""
     has_content: bool = False
-    """Also prompts and answers, so that `replay --execute` can compute them again."""
+    """True to also record prompts and answers, so that `replay --execute` can compute them again."""
     key_file: str = ""
-    """Holds the secret of its digests (`lockstep.worker.flight.content`); empty: each recording has its own. A file,
-    since anybody may read what a process is started with."""
+    """Path of the file with the secret of the digests (`lockstep.worker.flight.content`); empty: each recording has a
+    random one. A file, since other users can read the command line of a process."""
 
     def share(self, parts: int) -> TraceOptions:
-        """Options of a recording beside this one: without content, with one part in so many of its bytes."""
+        """Options of a secondary recording: without content, and with one part in this many of the size limit."""
         return msgspec.structs.replace(self, max_bytes=self.max_bytes // parts, has_content=False)
 
     def secret(self) -> bytes:
-        """The operator's secret, without white space around it; empty: there is none.
+        """Read the operator's secret, without surrounding white space; empty: there is none.
 
         Raises:
-            UsageError: the file cannot be read, or holds too little or too much to be one.
+            UsageError: the file cannot be read, or its content is too short or too long for a secret.
         """
         if not self.key_file:
             return b""
@@ -44,6 +44,6 @@ class TraceOptions(msgspec.Struct, frozen=True):
         if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
             raise UsageError(
                 f"{self.key_file}: the recording's key has {len(secret)} bytes; it must have {MIN_SECRET_BYTES} to "
-                f"{MAX_SECRET_BYTES}, as `openssl rand -hex 32` gives them"
+                f"{MAX_SECRET_BYTES}; create one with `openssl rand -hex 32`"
             )
         return secret
