@@ -92,6 +92,6 @@ def test_the_shape_of_code_is_counted() -> None:
         "clock reads": 1,
         "threads": 1,
     }
-    waits = "    time.sleep(1)\n    asyncio.sleep(0)\n"
+    waits = "    time.sleep(1)\n    asyncio.sleep(0)\n    pair._replace(a=1)\n"
     tests = f"def test(monkeypatch):\n    monkeypatch.setattr(x, 'y', 1)\n{waits}    x._y\n    self._z\n"
     assert counts_of_test(tests) == {"monkeypatch.setattr": 1, "sleeps": 1, "private attributes": 1}

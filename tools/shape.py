@@ -21,6 +21,8 @@ TEST_COUNTS = ("monkeypatch.setattr", "private attributes", "sleeps")
 _IGNORES = re.compile(r"#\s*(type: ignore|noqa)")
 _CLASSES = re.compile(r"^ *class (\w+)", re.MULTILINE)
 _BROAD = {"Exception", "BaseException"}
+_OF_NAMED_TUPLES = {"_replace", "_fields", "_asdict", "_make"}
+"""Public methods and attributes of named tuples, which begin with an underscore only to differ from fields."""
 _CLOCKS = {"monotonic", "time", "time_ns", "monotonic_ns"}
 
 
@@ -60,6 +62,8 @@ def counts_of_test(source: str) -> Counter[str]:
                 found["sleeps"] += not (
                     isinstance(duration, ast.Constant) and duration.value == 0
                 )  # 0 only yields to the event loop
+            case ast.Attribute(attr=name) if name in _OF_NAMED_TUPLES:
+                pass
             case ast.Attribute(value=owner, attr=name) if name.startswith("_") and not name.startswith("__"):
                 found["private attributes"] += not (isinstance(owner, ast.Name) and owner.id in ("self", "cls"))
     return found

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from lockstep.bench import client as client_module
 from lockstep.bench.client import Client, TimedExchange
 from lockstep.bench.protocol import Target
 from tests.waiting import HANG_S
@@ -112,10 +111,9 @@ async def test_a_refused_connection_is_an_error_of_the_exchange() -> None:
         assert (await ask(client)).error.startswith(f"cannot connect to {target.authority}: ")
 
 
-async def test_an_endless_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_BODY_BYTES", 10)
+async def test_an_endless_answer_is_cut() -> None:
     async with (
         listening(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" + b"x" * 50) as (target, _),
-        Client(target) as client,
+        Client(target, max_body_bytes=10) as client,
     ):
         assert (await ask(client)).error == "the answer is longer than 10 bytes"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import statistics
 from itertools import pairwise
@@ -14,6 +16,7 @@ from lockstep.bench.protocol import Target
 from lockstep.bench.runner import PlannedRequest, RunProgress, arrival_times, run_load, shown_progress
 from tests.bench.conftest import Start
 from tests.bench.standin import MODEL
+from tests.terminals import Terminal
 
 
 @given(st.integers(1, 200), st.floats(0.01, 1e4), st.sampled_from((0.3, 1.0, 5.0, math.inf)), st.integers(0, 2**32 - 1))
@@ -69,15 +72,13 @@ def test_requests_are_sent_when_they_are_due_and_counted_from_then(standin: Star
 
 @pytest.mark.parametrize("most_bytes", [0, 1 << 28])
 def test_a_run_is_the_same_whether_requests_are_prepared_and_answers_kept_or_not(
-    standin: Start, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+    standin: Start, most_bytes: int
 ) -> None:
     """Beyond the bounds requests are written just before they are due, and answers read while others come."""
-    monkeypatch.setattr("lockstep.bench.runner.PREPARED_BYTES", most_bytes)
-    monkeypatch.setattr("lockstep.bench.runner.MAX_UNREAD_BYTES", most_bytes)
     url, behaviour = standin()
     target = Target.parse(url)
     watch = RunProgress(6)
-    run = run_load([target], [job(target) for _ in range(6)], 2, watch)
+    run = run_load([target], [job(target) for _ in range(6)], 2, watch, most_bytes)
     assert [(outcome.is_success, outcome.output_tokens) for outcome in run.finished] == [(True, 4)] * 6
     assert (watch.num_done, watch.num_failed) == (6, 0)
     assert behaviour.max_open <= 2, "no more are open at once than may be"
@@ -95,16 +96,13 @@ def test_what_fails_is_counted_while_the_run_lasts(standin: Start) -> None:
     assert seen[-1] == (4, 2)
 
 
-def test_progress_is_drawn_for_a_person_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for is_shown, is_terminal in ((True, False), (False, True)):
-        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
-        with shown_progress(3, is_shown) as watch:
+def test_progress_is_drawn_for_a_person_only() -> None:
+    for is_shown, stream in ((True, io.StringIO()), (False, Terminal())):
+        with contextlib.redirect_stderr(stream), shown_progress(3, is_shown) as watch:
             watch.on_report(watch)
-        assert capsys.readouterr().err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with shown_progress(3, True) as watch:
+        assert stream.getvalue() == ""
+    terminal = Terminal()
+    with contextlib.redirect_stderr(terminal), shown_progress(3, True) as watch:
         watch.num_done, watch.num_failed = 2, 1
         watch.on_report(watch)
-    assert "requests (1 failed)" in capsys.readouterr().err
+    assert "requests (1 failed)" in terminal.getvalue()

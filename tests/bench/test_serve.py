@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lockstep.bench import runner
 from lockstep.cli.main import invoke
 from tests.bench.conftest import Start
 from tests.bench.standin import MODEL, Behaviour, count_tokens
@@ -159,17 +158,6 @@ def test_all_failed_is_exit_code_1(standin: Start, capsys: pytest.CaptureFixture
     printed = capsys.readouterr()
     assert "Successful requests:                      0" in printed.out
     assert "8 x HTTP 503" in printed.err
-
-
-def test_what_does_not_fit_in_memory_is_read_and_written_during_the_run(
-    standin: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, _ = standin()
-    monkeypatch.setattr(runner, "MAX_UNREAD_BYTES", 0)
-    monkeypatch.setattr(runner, "PREPARED_BYTES", 0)
-    bench(url, *SMALL, "--json")
-    result = result_of(capsys)
-    assert (result["completed"], result["total_output_tokens"]) == (8, 32)
 
 
 def test_the_result_is_saved_with_and_without_details(standin: Start, tmp_path: Path) -> None:

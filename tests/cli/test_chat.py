@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import signal
 import subprocess
 from pathlib import Path
@@ -34,12 +33,9 @@ def test_a_prompt_is_answered_on_standard_output(
     assert (body["max_tokens"], body["temperature"], body["seed"], body["top_k"]) == (3, 0.0, 1, 2)
 
 
-def test_raw_completes_a_prompt_as_it_is(
-    url: str, behaviour: Behaviour, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("once upon"))
-    assert invoke(["chat", "--base-url", url, "--raw", "-p", "-", "--max-tokens", "2"]) == 0
-    assert capsys.readouterr().out == "word0 word1 \n"
+def test_raw_completes_a_prompt_as_it_is(url: str, behaviour: Behaviour) -> None:
+    result = chat(url, "--raw", "-p", "-", "--max-tokens", "2", stdin="once upon")
+    assert (result.returncode, result.stdout) == (0, "word0 word1 \n")
     assert behaviour.measured()[0]["prompt"] == "once upon"
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli.main import invoke
 from lockstep.cli.terminal import AnswerWriter, Piece
+from tests.terminals import Terminal
 
 THINKING = "stub://a?field=%3Cthink%3Ewhy%3C/think%3Eroute"
 TEMPLATE = "{% for m in messages %}<|user|>{{ greeting }}{{ m.content.split('</think>')[-1] }}{% endfor %}<|assistant|>"
@@ -39,17 +40,18 @@ def test_variables_reach_the_template(template: str, capsys: pytest.CaptureFixtu
     assert "len=10 " in json.loads(capsys.readouterr().out)["text"]
 
 
-def test_thoughts_are_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    writer = AnswerWriter()
-    for piece in (Piece("", "why"), Piece("", " not"), Piece("so"), Piece(" be it")):
-        writer.write(piece)
-    writer.end()
-    assert capsys.readouterr().out == "\x1b[2mwhy not\x1b[0m\n\nso be it"
-    unfinished = AnswerWriter()
-    unfinished.write(Piece("", "why"))
-    unfinished.end()
-    assert capsys.readouterr().out == "\x1b[2mwhy\x1b[0m", "the terminal is left as it was"
+def test_thoughts_are_dim_on_a_terminal() -> None:
+    with contextlib.redirect_stdout(Terminal()) as terminal:
+        writer = AnswerWriter()
+        for piece in (Piece("", "why"), Piece("", " not"), Piece("so"), Piece(" be it")):
+            writer.write(piece)
+        writer.end()
+    assert terminal.getvalue() == "\x1b[2mwhy not\x1b[0m\n\nso be it"
+    with contextlib.redirect_stdout(Terminal()) as terminal:
+        unfinished = AnswerWriter()
+        unfinished.write(Piece("", "why"))
+        unfinished.end()
+    assert terminal.getvalue() == "\x1b[2mwhy\x1b[0m", "the terminal is left as it was"
 
 
 @pytest.mark.parametrize(

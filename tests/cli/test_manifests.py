@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.cli.main import invoke
+from tests.artifacts.hub.stand_in import hub_environment
+from tests.processes import run
 from tools.random_models import write_gguf
 
 Check = Callable[..., tuple[int, str, str]]
@@ -19,9 +20,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
-def check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+def check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Check]:
     """Runs the verb on a manifest's text or file; the hub's cache is empty."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def call(manifest: str | Path, *flags: str) -> tuple[int, str, str]:
         path = manifest if isinstance(manifest, Path) else tmp_path / "manifest.yaml"
@@ -31,7 +31,8 @@ def check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
-    return call
+    with hub_environment(HF_HUB_CACHE=str(tmp_path / "hub")):
+        yield call
 
 
 def facts(check: Check, manifest: str | Path, *flags: str) -> dict[str, Any]:
@@ -303,14 +304,10 @@ def test_the_environment_is_that_of_the_command(check: Check, monkeypatch: pytes
     assert "SHOP_HOST" in facts(check, text)["problems"][0]["message"]
 
 
-def test_standard_input_is_a_file(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Input:
-        buffer = io.BytesIO(b"cluster: x\nmodels: {a: {source: 'stub://a'}, b: }\n")
-
-    monkeypatch.setattr("sys.stdin", Input())
-    code, _, err = check(Path("-"))
-    assert code == 2
-    assert err.startswith("lockstep: error: standard input, line 2: models.b is empty")
+def test_standard_input_is_a_file() -> None:
+    result = run("check", "-", stdin="cluster: x\nmodels: {a: {source: 'stub://a'}, b: }\n")
+    assert result.returncode == 2
+    assert result.stderr.startswith("lockstep: error: standard input, line 2: models.b is empty")
 
 
 def test_a_file_that_is_too_large_is_refused_for_that(check: Check, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import invoke
-from tests.artifacts.hub.stand_in import StandIn
+from tests.artifacts.hub.stand_in import StandIn, hub_environment
 from tests.processes import Piped, run
 from tests.waiting import until
 from tools.random_models import write_gguf, write_huggingface
@@ -43,9 +43,8 @@ def lockstep(hub: StandIn, tmp_path: Path) -> Lockstep:
 
 
 @pytest.fixture
-def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
+def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     """A command in this process, for speed, over the cache of those in processes of their own."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("LOCKSTEP_CACHE_DIR", str(tmp_path / "lockstep"))
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -53,7 +52,8 @@ def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
-    return call
+    with hub_environment(HF_HUB_CACHE=str(tmp_path / "hub")):
+        yield call
 
 
 def test_a_model_is_pulled_listed_run_without_the_hub_and_removed(

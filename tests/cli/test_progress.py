@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import pytest
 from rich.console import Console
 
 from lockstep.cli.progress import REMINDER_S, LoadingLines, ServingProgress
+from tests.terminals import Terminal
 
 
 class Watch:
@@ -89,9 +91,10 @@ def test_a_terminal_has_bars_and_keeps_what_is_done(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "lockstep: listening on there, loading [a]\nlockstep: ready\n"
 
 
-def test_a_log_for_machines_has_no_bars(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+def test_a_log_for_machines_has_no_bars(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lockstep")
-    progress = ServingProgress.of_process("json")
-    progress.update("a", "pack", 0.0)
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        progress = ServingProgress.of_process("json")
+        progress.update("a", "pack", 0.0)
+    assert terminal.getvalue() == ""
     assert caplog.messages == ["a: packing its weights"]

@@ -18,6 +18,8 @@ from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.system import SYSTEM, System
+from lockstep.worker.health import HealthLimits
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.support import Kind
 from tests.waiting import HANG_S
@@ -46,9 +48,12 @@ async def clustered(
     kind: Kind = "thread",
     policy: PlanPolicy = QUICK,
     drain_s: float = HANG_S,
+    health: HealthLimits | None = None,
+    system: System = SYSTEM,
 ) -> AsyncIterator[Cluster]:
     """A started cluster; at the end of the block nothing may be left open, and all blocks are where they belong."""
-    options = ClusterOptions(Backend(backend), worker=WorkerOptions(kind), policy=policy, drain_s=drain_s)
+    worker = WorkerOptions(kind, health=health or HealthLimits(), system=system)
+    options = ClusterOptions(Backend(backend), worker=worker, policy=policy, drain_s=drain_s)
     cluster = Cluster(parse(text), options)
     await asyncio.wait_for(cluster.start(), HANG_S)
     try:

@@ -13,6 +13,7 @@ from lockstep.cluster.base import Accepted, Event
 from lockstep.cluster.breaker import BreakerOptions
 from lockstep.cluster.manifest import ModelEntry, Remote, Tier
 from lockstep.cluster.remote import RemoteModel, RemoteOptions
+from lockstep.cluster.remote_messages import AnswerLimits
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
@@ -111,11 +112,15 @@ async def remote(
     max_attempts: int = 1,
     rest_s: float = 1.0,
     system: System = SYSTEM,
+    silence_s: float | None = None,
+    limits: AnswerLimits | None = None,
 ) -> AsyncIterator[RemoteModel]:
     """A remote model that tries once and never loses its patience, if it is not told otherwise."""
     entry = ModelEntry("far", "hf://a/b", Tier.REMOTE, remote=Remote(base_url, "served", "FAR_KEY", timeout_s))
     breaker = BreakerOptions(num_failures=num_failures, rest_s=rest_s)
-    options = RemoteOptions(max_attempts=max_attempts, backoff_s=0.01, breaker=breaker)
+    options = RemoteOptions(
+        max_attempts, backoff_s=0.01, breaker=breaker, silence_s=silence_s, answer=limits or AnswerLimits()
+    )
     model = RemoteModel(entry, KEY, options, system)
     try:
         yield model

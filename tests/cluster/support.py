@@ -44,7 +44,7 @@ def model_of(source: str, kind: Kind, health: HealthLimits | None = None, **sche
 
 
 def worker_of(model: Cluster) -> SupervisedWorker:
-    worker = model._state.worker
+    worker = model.state.worker
     assert isinstance(worker, SupervisedWorker), "it has no hosts"
     return worker
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.controller import Controller
@@ -28,7 +29,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.hosts.values import LinkOptions, ReplicaName
+from lockstep.hosts.values import GatewayLimits, LinkOptions, ReplicaName
 from lockstep.version import __version__
 from tests.hosts.local import LocalRuntime
 from tests.hosts.support import write_secret
@@ -89,12 +90,21 @@ class Deployment:
     async def _unanswered(self, *args: object) -> None:
         raise PlacingError("controller does not answer: its process ended")
 
-    async def gateway(self, text: str | None = None) -> Cluster:
+    async def gateway(self, text: str | None = None, **limits: float) -> Cluster:
         manifest = parse(self.text if text is None else text)
-        cluster = Cluster(manifest, ClusterOptions(open_controller=self.open_controller))  # type: ignore[arg-type]  # the owner's methods
+        options = ClusterOptions(open_controller=self.open_controller, gateway=GatewayLimits(**limits))  # type: ignore[arg-type]  # the owner's methods
+        cluster = Cluster(manifest, options)
         self._stack.push_async_callback(cluster.close)
         await asyncio.wait_for(cluster.start(), HANG_S)
         return cluster
+
+    @asynccontextmanager
+    async def for_one_test(self) -> AsyncIterator[None]:
+        """Close the gateways of the block at its end."""
+        before = self._stack
+        async with AsyncExitStack() as self._stack:
+            yield
+        self._stack = before
 
 
 @asynccontextmanager
@@ -105,6 +115,22 @@ async def deployed(tmp_path: Path, text: str = MANIFEST, **hosts: float) -> Asyn
         await found.owner.start()
         stack.push_async_callback(lambda: found.owner.close())
         yield found
+
+
+shares_a_deployment = pytest.mark.asyncio(loop_scope="module")
+"""On the loop of a deployment that its tests share; each closes its gateways, and leaves what the manifest demands."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def whole(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
+    async with deployed(tmp_path_factory.mktemp("shared")) as deployment:
+        yield deployment
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shared(whole: Deployment) -> AsyncIterator[Deployment]:
+    async with whole.for_one_test():
+        yield whole
 
 
 async def ask(cluster: Cluster, model: str, words: str, session: str | None = None) -> RequestOutput:
@@ -129,36 +155,36 @@ def places(cluster: Cluster, model: str) -> list:  # type: ignore[type-arg]  # o
     return [place for place in cluster.snapshot().places if model in place.models]
 
 
-async def test_two_gateways_share_one_cluster_and_give_the_bytes_of_one_machine(tmp_path: Path) -> None:
+@shares_a_deployment
+async def test_two_gateways_share_one_cluster_and_give_the_bytes_of_one_machine(shared: Deployment) -> None:
     questions = [f"Where is order {number}?" for number in range(6)]
-    async with deployed(tmp_path) as deployment:
-        alone = Cluster(replace(parse(deployment.text), hosts=None), ClusterOptions())
-        await alone.start()
-        expected = [(await ask(alone, "billing", each)).completions for each in questions]
-        await alone.close()
-        first, second = await deployment.gateway(), await deployment.gateway()
-        await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(second, "billing") == 3)
-        both = [*zip([first, second] * 3, questions, strict=True)]
-        answers = await asyncio.gather(*(ask(gateway, "billing", each) for gateway, each in both))
-        assert [answer.completions for answer in answers] == expected
-        assert {place.host for place in places(first, "billing")} == {"a", "b"}
-        assert first.cards() == tuple(replace(card, created_s=first.cards()[0].created_s) for card in second.cards())
-        assert [host.num_replicas for host in second.snapshot().hosts] == [3, 2]
-        assert first.health().ready
-        await eventually(lambda: not first.snapshot().warnings, "the router's replicas are there as well")
+    alone = Cluster(replace(parse(shared.text), hosts=None), ClusterOptions())
+    await alone.start()
+    expected = [(await ask(alone, "billing", each)).completions for each in questions]
+    await alone.close()
+    first, second = await shared.gateway(), await shared.gateway()
+    await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(second, "billing") == 3)
+    both = [*zip([first, second] * 3, questions, strict=True)]
+    answers = await asyncio.gather(*(ask(gateway, "billing", each) for gateway, each in both))
+    assert [answer.completions for answer in answers] == expected
+    assert {place.host for place in places(first, "billing")} == {"a", "b"}
+    assert first.cards() == tuple(replace(card, created_s=first.cards()[0].created_s) for card in second.cards())
+    assert [host.num_replicas for host in second.snapshot().hosts] == [3, 2]
+    assert first.health().ready
+    await eventually(lambda: not first.snapshot().warnings, "the router's replicas are there as well")
 
 
-async def test_a_standby_model_is_placed_once_for_all_gateways(tmp_path: Path) -> None:
-    async with deployed(tmp_path) as deployment:
-        first, second = await deployment.gateway(), await deployment.gateway()
-        assert not places(first, "orders")
-        answers = await asyncio.gather(ask(first, "orders", "hello"), ask(second, "orders", "hello"))
-        assert answers[0].completions == answers[1].completions
-        (place,) = places(second, "orders")
-        assert place.num_starts == 1
-        await first.unload_model("orders")
-        await eventually(lambda: not places(second, "orders"), "it is gone for all")
-        assert (await ask(second, "orders", "hello")).completions == answers[0].completions
+@shares_a_deployment
+async def test_a_standby_model_is_placed_once_for_all_gateways(shared: Deployment) -> None:
+    first, second = await shared.gateway(), await shared.gateway()
+    assert not places(first, "orders")
+    answers = await asyncio.gather(ask(first, "orders", "hello"), ask(second, "orders", "hello"))
+    assert answers[0].completions == answers[1].completions
+    (place,) = places(second, "orders")
+    assert place.num_starts == 1
+    await first.unload_model("orders")
+    await eventually(lambda: not places(second, "orders"), "it is gone for all")
+    assert (await ask(second, "orders", "hello")).completions == answers[0].completions
 
 
 async def test_lost_workers_and_hosts_are_replaced_without_a_hand(tmp_path: Path) -> None:
@@ -213,14 +239,10 @@ async def test_without_an_owner_what_is_placed_answers_on_and_the_next_one_finds
         assert (await ask(cluster, "orders", "hello")).completions
 
 
-async def test_every_request_has_an_answer_when_all_hosts_and_the_controller_are_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_request_has_an_answer_when_all_hosts_and_the_controller_are_lost(tmp_path: Path) -> None:
     """Those that wait end with the reason at the bound, later ones at once; what is shown is by the gateway's links."""
-    monkeypatch.setattr("lockstep.hosts.workers.NO_REPLICA_S", 2.0)
-    monkeypatch.setattr("lockstep.cluster.multi_host.MAX_REPORT_AGE_S", 1.5)
     async with deployed(tmp_path) as deployment:
-        cluster = await deployment.gateway()
+        cluster = await deployment.gateway(no_replica_s=2.0, max_report_age_s=1.5)
         await eventually(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
         await deployment.lose_all()
         await eventually(lambda: not num_ready(cluster, "billing"), "they are lost")
@@ -239,17 +261,14 @@ async def test_every_request_has_an_answer_when_all_hosts_and_the_controller_are
         assert "the cluster's controller does not report" in cluster.health().warnings[0]
 
 
-async def test_a_gateway_whose_links_are_refused_ends_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lockstep.hosts.workers.NO_REPLICA_S", 2.0)
+async def test_a_gateway_whose_links_are_refused_ends_with_the_reason(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("another secret of more than sixteen bytes\n")
     async with deployed(tmp_path) as deployment:
         first = await deployment.gateway()
         await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(first, "router") == 2)
         with pytest.raises(UnavailableError, match="cannot connect to its worker: the other end has another secret"):
-            await deployment.gateway(deployment.text.replace(str(tmp_path / "secret"), str(other)))
+            await deployment.gateway(deployment.text.replace(str(tmp_path / "secret"), str(other)), no_replica_s=2.0)
 
 
 async def test_hosts_that_cannot_be_used_are_corrected_by_the_next_start(tmp_path: Path) -> None:
@@ -277,18 +296,18 @@ async def test_a_gateway_that_leaves_as_news_comes_does_leave(tmp_path: Path) ->
             assert following.cancelled() == is_cancelled
 
 
-async def test_sessions_are_those_of_all_gateways(tmp_path: Path) -> None:
+@shares_a_deployment
+async def test_sessions_are_those_of_all_gateways(shared: Deployment) -> None:
     """Whichever gateway a conversation comes through, it finds its KV, is shown, and can be ended."""
     beginning = "a long beginning of a conversation " * 4
-    async with deployed(tmp_path) as deployment:
-        first, second = await deployment.gateway(), await deployment.gateway()
-        await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(second, "billing") == 3)
-        await ask(first, "billing", beginning, "s")
-        await eventually(lambda: [each.id for each in second.sessions()] == ["s"], "the other one knows it")
-        assert (await ask(second, "billing", f"{beginning} and on", "s")).num_cached_tokens >= 96
-        await eventually(lambda: [each.num_requests for each in first.sessions()] == [2], "both are counted")
-        await second.end_session("s")
-        await eventually(lambda: not first.sessions(), "it is ended for all")
+    first, second = await shared.gateway(), await shared.gateway()
+    await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(second, "billing") == 3)
+    await ask(first, "billing", beginning, "s")
+    await eventually(lambda: [each.id for each in second.sessions()] == ["s"], "the other one knows it")
+    assert (await ask(second, "billing", f"{beginning} and on", "s")).num_cached_tokens >= 96
+    await eventually(lambda: [each.num_requests for each in first.sessions()] == [2], "both are counted")
+    await second.end_session("s")
+    await eventually(lambda: not first.sessions(), "it is ended for all")
 
 
 async def test_a_manifest_that_one_gateway_takes_is_taken_by_all(tmp_path: Path) -> None:
@@ -316,13 +335,10 @@ async def test_another_number_of_replicas_is_placed_beside_the_old_ones_which_th
             await first.replace(deployment.text.replace("secret: ", "secret: /other"), {})
 
 
-async def test_a_model_that_no_host_has_room_for_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lockstep.hosts.workers.NO_REPLICA_S", 3.0)
+async def test_a_model_that_no_host_has_room_for_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with deployed(tmp_path, a=1.0) as deployment:
         with pytest.raises(LockstepError, match=r"no host has 1 CPU free: a has 0 CPU"):
-            await deployment.gateway()
+            await deployment.gateway(no_replica_s=3.0)
 
 
 async def test_a_model_that_cannot_be_loaded_anywhere_fails_the_start_with_the_reason(tmp_path: Path) -> None:
@@ -332,10 +348,10 @@ async def test_a_model_that_cannot_be_loaded_anywhere_fails_the_start_with_the_r
             await deployment.gateway()
 
 
-async def test_a_gateway_of_another_version_is_not_let_in(tmp_path: Path) -> None:
-    async with deployed(tmp_path) as deployment:
-        with pytest.raises(UsageError, match=r"Lockstep 0\.0\.0"):
-            await deployment.owner.join("g", "0.0.0", deployment.text, LinkOptions("secret"))
+@shares_a_deployment
+async def test_a_gateway_of_another_version_is_not_let_in(shared: Deployment) -> None:
+    with pytest.raises(UsageError, match=r"Lockstep 0\.0\.0"):
+        await shared.owner.join("g", "0.0.0", shared.text, LinkOptions("secret"))
 
 
 def test_without_hosts_nothing_of_ray_is_imported() -> None:

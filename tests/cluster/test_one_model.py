@@ -252,7 +252,7 @@ async def test_requests_to_a_loading_model_are_unavailable(kind: Kind, gate: Gat
     starting = asyncio.create_task(model.start())
     with pytest.raises(UnavailableError, match="loading"):
         await answer(model, call("abc"))
-    await eventually(lambda: worker_of(model)._lifecycle.link is not None)
+    await eventually(lambda: worker_of(model).lifecycle.link is not None)
     assert (model.card("alias").name, model.card(None).tier) == (NAME, "loading")
     assert model.health().reason == "the model is loading"
     assert await model.metrics() == {}

@@ -99,7 +99,7 @@ async def test_where_both_do_not_fit_new_requests_are_refused_while_the_old_ones
         await eventually(lambda: model_of(cluster, "m").num_running == 1)
         replacing = asyncio.create_task(cluster.replace(text.replace("first", "second")))
         await eventually(lambda: cluster.snapshot().is_replacing)
-        await eventually(lambda: cluster._state.replicas.all()[0].is_retired)
+        await eventually(lambda: cluster.state.replicas.all()[0].is_retired)
         with pytest.raises(UnavailableError) as refused:
             await say(cluster, "hello")
         assert refused.value.retry_after_s > 0
@@ -285,6 +285,7 @@ async def test_a_budget_for_kv_that_was_nothing_holds_from_the_manifest_on_that_
         assert await come_again(cluster) == (0, 0)
         replaced = await cluster.replace(text.replace("BUDGET", "64MB"))
         assert replaced.unchanged == ("router",)
+        await host_has(cluster, 32_000_000, lambda num_blocks: True)  # what ends before it is kept when it is idle
         found = (await say(cluster, "a question " * 30, session="s")).output.num_cached_tokens
         assert found
         await host_has(cluster, 32_000_000, lambda num_blocks: num_blocks * 16 >= found)

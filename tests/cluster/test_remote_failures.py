@@ -12,6 +12,7 @@ import pytest
 from lockstep.cluster.breaker import BreakerState
 from lockstep.cluster.completion_chunks import MAX_REASON_CHARS
 from lockstep.cluster.remote_exchange import CallDeadlines
+from lockstep.cluster.remote_messages import AnswerLimits
 from lockstep.core.request import FinishReason
 from lockstep.errors import (
     DeadlineError,
@@ -95,8 +96,7 @@ async def test_every_failure_has_its_error_and_counts(name: str) -> None:
 @pytest.mark.parametrize("name", SILENCES)
 async def test_silence_is_not_waited_out_and_counts(name: str) -> None:
     reply, match = SILENCES[name]
-    async with crooked(reply) as server, remote(server.url, num_failures=1) as model:
-        model._silence_s = 0.3  # the entry's timeout would bound the connecting, too
+    async with crooked(reply) as server, remote(server.url, num_failures=1, silence_s=0.3) as model:
         with pytest.raises(DeadlineError, match=match):
             await events_of(model)
         assert model.state is BreakerState.OPEN
@@ -346,25 +346,28 @@ async def test_who_ends_at_the_limit_is_not_cut(caplog: pytest.LogCaptureFixture
     assert "cut" not in caplog.text
 
 
-async def test_what_never_ends_and_had_no_limit_is_cut_at_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.cluster.remote_messages.MAX_ANSWER_CHARS", 24)
-    async with crooked(endless(chunk({"content": " upon"}))) as server, remote(server.url) as model:
+async def test_what_never_ends_and_had_no_limit_is_cut_at_ours() -> None:
+    limits = AnswerLimits(max_chars=24)
+    async with crooked(endless(chunk({"content": " upon"}))) as server, remote(server.url, limits=limits) as model:
         answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=None))))
         await eventually(lambda: server.num_open == 0)
     assert (answer.text, answer.completions[0].finish_reason) == ("Once" + " upon" * 4, FinishReason.LENGTH)
 
 
-async def test_events_without_end_that_bring_nothing_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.cluster.remote_messages.MAX_EMPTY_EVENTS", 100)
-    async with crooked(endless(chunk({}), event({"choices": []}))) as server, remote(server.url) as model:
+async def test_events_without_end_that_bring_nothing_are_a_failure() -> None:
+    limits = AnswerLimits(max_empty_events=100)
+    async with (
+        crooked(endless(chunk({}), event({"choices": []}))) as server,
+        remote(server.url, limits=limits) as model,
+    ):
         with pytest.raises(RemoteFailedError, match="empty events in a row"):
             await events_of(model)
 
 
 @pytest.mark.parametrize("rest", [b": ping\n\n", chunk({}), event({"choices": []})], ids=["pings", "empty", "nobody"])
-async def test_an_answer_that_has_ended_is_whole_whatever_follows(rest: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.cluster.remote_exchange.USAGE_S", 0.1)
-    async with crooked(endless(chunk({}, "stop"), rest)) as server, remote(server.url) as model:
+async def test_an_answer_that_has_ended_is_whole_whatever_follows(rest: bytes) -> None:
+    limits = AnswerLimits(usage_s=0.1)
+    async with crooked(endless(chunk({}, "stop"), rest)) as server, remote(server.url, limits=limits) as model:
         answer = answer_of(await events_of(model))
         await eventually(lambda: server.num_open == 0)
     assert (answer.text, answer.completions[0].finish_reason) == ("Once", FinishReason.STOP)

@@ -38,6 +38,7 @@ async def shell(
     budget_bytes: int | None = None,
     on_resident: Callable[[], object] = lambda: None,
     system: System = SYSTEM,
+    worker: SupervisedWorker | None = None,
 ) -> AsyncIterator[tuple[Replicas, list[tuple[Phase, Phase, str]]]]:
     moves: list[tuple[Phase, Phase, str]] = []
 
@@ -46,7 +47,7 @@ async def shell(
         if held.phase is Phase.RESIDENT:
             on_resident()
 
-    worker = SupervisedWorker(WorkerOptions())
+    worker = worker or SupervisedWorker(WorkerOptions())
     await worker.start()
     replicas = Replicas(worker, QUICK, moved, system=system)
     replicas.budget_bytes = budget_bytes
@@ -149,14 +150,15 @@ async def test_what_fails_after_a_load_frees_what_was_loaded() -> None:
     def unreadable(loaded: object) -> int:
         raise ChatTemplateError("the template cannot be read")
 
-    async with shell() as (replicas, _):
+    worker = SupervisedWorker(WorkerOptions())
+    async with shell(worker=worker) as (replicas, _):
         spec = spec_of("b", unreadable)
         replica = replicas.of(spec)
         with pytest.raises(UnavailableError, match="the template cannot be read"):
             await asyncio.wait_for(replicas.acquire(replica), HANG_S)
         assert replica.phase is Phase.ABSENT
-        assert replicas._worker.loaded(spec.key) is None
-        assert await replicas._worker.metrics() == {}, "nor does the worker hold it"
+        assert worker.loaded(spec.key) is None
+        assert await worker.metrics() == {}, "nor does the worker hold it"
 
 
 async def test_a_load_that_was_lost_with_its_worker_is_the_models_own_failure_only_after_many() -> None:

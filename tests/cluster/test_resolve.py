@@ -14,6 +14,7 @@ from lockstep.cluster.resolve import DEFAULT_KV_BYTES, STUB_BLOCKS, OpenedManife
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.pocket import pocket_path
+from tests.artifacts.hub.stand_in import hub_environment
 from tests.cluster.clusters import clustered, say
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -52,23 +53,21 @@ def test_one_artifact_is_one_replica_whatever_its_path(tmp_path: Path) -> None:
     assert specs["a"].tokenizer().encode("hello")
 
 
-def test_what_must_be_fetched_is_left_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_must_be_fetched_is_left_for_later(tmp_path: Path) -> None:
     """Beside paths that are nowhere, and users that nobody is: those are faults, and no hub would help."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     sources = ("hf://org/name", "org/name", "pocket://", "stub://s", "no/such.gguf", "~nobody-at-all/m", "a" * 5000)
     models = "".join(f"  m{number}: {{source: '{source}'}}\n" for number, source in enumerate(sources))
     manifest = parse(f"cluster: c\nmodels:\n{models}fallback: {{remote: {{base_url: 'http://a.example'}}}}\n")
-    assert [entry.source for entry in local_part(manifest).entries] == [*sources[2:], "http://a.example"]
+    with hub_environment(HF_HUB_CACHE=str(tmp_path)):
+        assert [entry.source for entry in local_part(manifest).entries] == [*sources[2:], "http://a.example"]
 
 
-async def test_a_cluster_that_must_fetch_makes_sure_of_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+async def test_a_cluster_that_must_fetch_makes_sure_of_the_rest(tmp_path: Path) -> None:
     text = "cluster: c\nmodels:\n  far: {source: 'hf://org/name'}\n  near: {source: 'no/such.gguf'}\n"
-    with pytest.raises(ArtifactNotFoundError, match=r"no/such\.gguf"):
-        await Cluster(parse(text)).prepare()
-    await Cluster(parse(text.replace("no/such.gguf", "pocket://"))).prepare()
+    with hub_environment(HF_HUB_CACHE=str(tmp_path)):
+        with pytest.raises(ArtifactNotFoundError, match=r"no/such\.gguf"):
+            await Cluster(parse(text)).prepare()
+        await Cluster(parse(text.replace("no/such.gguf", "pocket://"))).prepare()
 
 
 def test_pools_share_the_budget_for_kv() -> None:

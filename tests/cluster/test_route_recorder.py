@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lockstep.cluster import route_recorder
 from lockstep.cluster.route_recorder import (
     DEFECT,
     ROUTE_SUFFIX,
@@ -21,9 +20,9 @@ from lockstep.cluster.route_recorder import (
 from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy, Why
 from lockstep.replay.recorded_routes import verify_routes
 from lockstep.replay.trace import files_in, read_frames
-from lockstep.worker.flight import files as files_module
 from lockstep.worker.flight.options import TraceOptions
 from tests.replay.routing import History, chain, entries_in
+from tests.waiting import until
 
 
 def of_one_session(folder: Path, session: str, options: TraceOptions) -> list[Any]:
@@ -70,8 +69,7 @@ def test_each_file_begins_with_the_state_of_every_group(tmp_path: Path) -> None:
     life = History(RouteRecorder(TraceOptions(str(tmp_path), 4 << 17)), seed=1, policy=RoutingPolicy.PREFIX)
     while len(files_in(tmp_path, ROUTE_SUFFIX)) < 6:
         life.live(50)
-        while life.recorder._files._num_queued:
-            pass
+        until(lambda: not life.recorder.report().num_queued_bytes)
     life.recorder.close()
     first, *_, last = files_in(tmp_path, ROUTE_SUFFIX)
     assert verify_routes(tmp_path).diverged is None
@@ -85,16 +83,12 @@ def test_each_file_begins_with_the_state_of_every_group(tmp_path: Path) -> None:
     assert (verdict.diverged, verdict.findings) == (None, ()), "the oldest may have been deleted"
 
 
-def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files_module, "RETRY_S", 0.0)
-    life = History(RouteRecorder(TraceOptions(str(tmp_path))), seed=2)
+def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(tmp_path: Path) -> None:
+    life = History(RouteRecorder(TraceOptions(str(tmp_path), retry_s=0.0)), seed=2)
     life.live(100)
     life.recorder._files._break("No space left on device", 0)
     assert life.recorder.fault == "No space left on device"
-    while life.recorder._files._num_queued:
-        pass
+    until(lambda: not life.recorder.report().num_queued_bytes)
     life.live(100)
     life.recorder.close()
     verdict = verify_routes(tmp_path)
@@ -104,10 +98,10 @@ def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(
 
 
 def test_balancers_with_too_many_contents_are_not_recorded_and_a_warning_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(route_recorder, "MAX_CONTENTS", 2)
-    recorder = RouteRecorder(TraceOptions(str(tmp_path)))
+    """Each file is full at once, so that each entry but those of a refused file begins another."""
+    recorder = RouteRecorder(TraceOptions(str(tmp_path), num_files=1 << 30, max_contents=1))
     balancer = Balancer(2)
     recorder.opened("r0", 2, balancer.policy, balancer.max_imbalance)
 
@@ -119,10 +113,10 @@ def test_balancers_with_too_many_contents_are_not_recorded_and_a_warning_is_logg
         recorder.chosen("r0", chain(1), None, balancer.choose(chain(1)))
 
     learn(*((each, True) for each in chain(1, 2, 3)))
-    recorder._files._move_to(files_module._State.FULL)
+    until(lambda: not recorder.report().num_queued_bytes)
     choose()
     choose()
-    assert recorder.fault == TOO_LARGE
+    assert recorder.fault == TOO_LARGE.format(2)
     assert caplog.text.count("no routes are recorded") == 1
     learn(*((each, False) for each in chain(1, 2, 3)))
     choose()
@@ -130,7 +124,7 @@ def test_balancers_with_too_many_contents_are_not_recorded_and_a_warning_is_logg
     recorder.close()
     verdict = verify_routes(tmp_path)
     assert (verdict.counts["routes"], verdict.diverged) == (1, None)
-    assert TOO_LARGE in str(verdict.findings[0])
+    assert TOO_LARGE.format(2) in str(verdict.findings[0])
 
 
 def test_a_defect_of_the_recorder_costs_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from contextlib import aclosing
-from unittest.mock import patch
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
@@ -323,11 +323,17 @@ async def test_a_lost_worker_evicts_its_sessions_and_publishes_events() -> None:
         assert (await say(cluster, "hello", session="s")).model == "m"
 
 
-async def test_a_defect_over_one_sweep_does_not_end_those_that_follow(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_defect_over_one_sweep_does_not_end_those_that_follow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> NoReturn:
+        raise ZeroDivisionError("a defect")
+
     text = ONE + "sessions: {idle_threshold: 50ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
     async with clustered(text) as cluster:
-        with patch.object(cluster._state.sessions, "idle", side_effect=ZeroDivisionError("a defect")):
-            await eventually(lambda: "internal error while evicting idle sessions" in caplog.text)
+        monkeypatch.setattr(cluster.state.sessions, "idle", broken)
+        await eventually(lambda: "internal error while evicting idle sessions" in caplog.text)
+        monkeypatch.undo()
         await say(cluster, "hello", session="s")
         await eventually(lambda: cluster.sessions()[0].state == "dropped")
 
@@ -344,16 +350,21 @@ async def test_step_events_are_published_to_a_subscriber() -> None:
         assert step["replica"] == cluster.snapshot().replicas[0].key
 
 
-async def test_a_host_kv_budget_above_the_available_memory_gives_a_warning() -> None:
+async def test_a_host_kv_budget_above_the_available_memory_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's shared memory is often small; KV that finds no room there is computed again."""
     budget = "resources: {host_kv_budget: 256MB}\n"
     usage = shutil.disk_usage("/")._replace(total=64 << 20, free=60 << 20)
-    with patch("shutil.disk_usage", return_value=usage):
-        async with clustered(ONE + budget) as cluster:
-            [warning] = [each for each in cluster.snapshot().warnings if "of KV" in each]
-            assert "has room for only 54 of 122" in warning
-            assert (await say(cluster, "hello", "m", session="a")).text
-    with patch("lockstep.engine.kv_tiers.claim_host_folder", side_effect=UsageError("/dev/shm: no")):
-        async with clustered(ONE + budget) as cluster:
-            assert "KV cannot be stored in host memory: /dev/shm: no" in cluster.snapshot().warnings
-            assert (await say(cluster, "hello", "m", session="a")).text
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    async with clustered(ONE + budget) as cluster:
+        [warning] = [each for each in cluster.snapshot().warnings if "of KV" in each]
+        assert "has room for only 54 of 122" in warning
+        assert (await say(cluster, "hello", "m", session="a")).text
+    monkeypatch.undo()
+
+    def refused(*_: object) -> NoReturn:
+        raise UsageError("/dev/shm: no")
+
+    monkeypatch.setattr("lockstep.engine.kv_tiers.claim_host_folder", refused)
+    async with clustered(ONE + budget) as cluster:
+        assert "KV cannot be stored in host memory: /dev/shm: no" in cluster.snapshot().warnings
+        assert (await say(cluster, "hello", "m", session="a")).text

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
 import pytest
@@ -30,7 +29,6 @@ from lockstep.worker.health import HealthLimits
 from lockstep.worker.lifecycle import LoadState
 from lockstep.worker.link import ThreadLink, WorkerOptions
 from lockstep.worker.messages import TrialOptions
-from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import clustered, say
 from tests.cluster.clusters import model_of as state_of
 from tests.cluster.support import (
@@ -46,6 +44,7 @@ from tests.cluster.support import (
     worker_of,
 )
 from tests.waiting import ENDLESS_MS, HANG_S, eventually
+from tests.worker.support import broken_steps
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
 
@@ -101,10 +100,8 @@ async def test_a_worker_comes_back_when_there_are_files_to_open_again(caplog: py
     assert "no worker process can be started: [Errno 24] Too many open files" in caplog.text
 
 
-async def test_requests_do_not_wait_for_a_worker_that_restarts_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", HANG_S)
-    monkeypatch.setattr("lockstep.worker.health.MAX_DELAY_S", HANG_S)
-    async with served("stub://alpha", "process") as model:
+async def test_requests_do_not_wait_for_a_worker_that_restarts_late() -> None:
+    async with served("stub://alpha", "process", LATE) as model:
         first = pid_of(model)
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: is_replaced(model, first))
@@ -118,12 +115,12 @@ async def test_requests_do_not_wait_for_a_worker_that_restarts_late(monkeypatch:
             await waiting
 
 
-async def test_a_session_cannot_be_ended_while_its_stored_kv_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_cannot_be_ended_while_its_stored_kv_is_unknown() -> None:
     """It would stay in the store, which the next worker has again."""
-    monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", HANG_S)
-    monkeypatch.setattr("lockstep.worker.health.MAX_DELAY_S", HANG_S)
     load = LoadOptions(EngineOptions(num_blocks=64))
-    options = ClusterOptions(kv=KVStoreOptions(host_bytes=1 << 20), load=load, worker=WorkerOptions("process"))
+    options = ClusterOptions(
+        kv=KVStoreOptions(host_bytes=1 << 20), load=load, worker=WorkerOptions("process", health=LATE)
+    )
     cluster = Cluster(Manifest.of_model("stub://alpha", (NAME,)), options)
     await asyncio.wait_for(cluster.start(), HANG_S)
     try:
@@ -143,6 +140,7 @@ async def test_a_session_cannot_be_ended_while_its_stored_kv_is_unknown(monkeypa
         await asyncio.wait_for(cluster.close(), HANG_S)
 
 
+LATE = HealthLimits(first_delay_s=HANG_S, max_delay_s=HANG_S)
 COLD = """
 cluster: two
 models:
@@ -175,19 +173,16 @@ async def test_what_was_loaded_for_requests_comes_back_with_the_next_worker_by_i
 
 
 @pytest.mark.slow
-async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("lockstep.worker.health.MAX_DELAY_S", 0.01)
-    async with clustered(COLD.replace("load_ms=300", f"load_ms={ENDLESS_MS}"), kind="process") as cluster:
+async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_alone() -> None:
+    soon = HealthLimits(first_delay_s=0.01, max_delay_s=0.01)
+    async with clustered(COLD.replace("load_ms=300", f"load_ms={ENDLESS_MS}"), kind="process", health=soon) as cluster:
         asked = asyncio.create_task(say(cluster, "hello", "cold"))
         pid = 0
         for _ in range(MAX_LOST_LOADS + 1):
             await eventually(partial(is_replaced, cluster, pid))
             await eventually(lambda: state_of(cluster, "warm").state == "resident")
             assert (await say(cluster, "hello", "warm")).model == "warm", "it comes before what ends workers"
-            await eventually(lambda: is_loading(worker_of(cluster)))
+            await eventually(lambda: is_loading(cluster))
             pid = pid_of(cluster)
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=r"signal 9 .* while it loaded the model, as 5 times before") as told:
@@ -197,17 +192,18 @@ async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_al
         assert (await say(cluster, "hello", "warm")).model == "warm"
 
 
-def is_loading(worker: SupervisedWorker) -> bool:
+def is_loading(cluster: Cluster) -> bool:
     """Whether it has begun a load, and was not only told to."""
-    return any(replica.state is LoadState.LOADING for replica in worker._lifecycle._replicas.values())
+    found = map(worker_of(cluster).lifecycle.replica, [replica.key for replica in cluster.snapshot().replicas])
+    return any(replica is not None and replica.state is LoadState.LOADING for replica in found)
 
 
 @contextmanager
 def stopped(model: Cluster) -> Iterator[int]:
     """Let the worker hang, and be impatient with this one alone: another may be slow as the machine is."""
-    pid, pulse = pid_of(model), worker_of(model)._lifecycle.pulse
+    pid, pulse = pid_of(model), worker_of(model).lifecycle.pulse
     os.kill(pid, signal.SIGSTOP)
-    pulse._limits = HealthLimits(silence_s=1.0, load_s=1.0)
+    pulse.limits = HealthLimits(silence_s=1.0, load_s=1.0)
     try:
         yield pid
     finally:
@@ -219,7 +215,7 @@ async def test_a_worker_that_hangs_is_killed_and_replaced(caplog: pytest.LogCapt
     async with served("stub://alpha?step_ms=20", "process") as model:
         task = asyncio.create_task(answer(model, call("x", ENDLESS)))
         await running(model, 1)
-        await eventually(lambda: worker_of(model)._lifecycle.pulse.last_report.startswith("it last reported 1 running"))
+        await eventually(lambda: worker_of(model).lifecycle.pulse.last_report.startswith("it last reported 1 running"))
         with (
             stopped(model) as pid,
             pytest.raises(WorkerLostError, match=r"SIGKILL\) after \d+ s without a message while it answered"),
@@ -348,8 +344,10 @@ async def main():
     from lockstep.engine.request import GenerationRequest
     stream = model.stream(GenerationRequest("x"))
     task = asyncio.create_task(anext(stream))
-    seen = asyncio.create_task(running(model, 1))  # unless it is quicker
-    await asyncio.wait((task, seen), return_when=asyncio.FIRST_COMPLETED)
+    if {is_idle}:
+        await task
+    else:
+        await running(model, 1)
     print(model.worker_pid, flush=True)
     await asyncio.sleep(3600)
 
@@ -357,9 +355,11 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("source", ["stub://alpha", f"stub://alpha?step_ms={ENDLESS_MS}"], ids=["idle", "in a step"])
-async def test_a_worker_whose_server_was_killed_ends_too(source: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT.format(source=source)], stdout=subprocess.PIPE) as parent:
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "in a step"])
+async def test_a_worker_whose_server_was_killed_ends_too(is_idle: bool) -> None:
+    source = "stub://alpha" if is_idle else f"stub://alpha?step_ms={ENDLESS_MS}"
+    program = PARENT.format(source=source, is_idle=is_idle)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(await asyncio.to_thread(parent.stdout.readline))
         assert is_alive(pid)
@@ -371,12 +371,11 @@ async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_th
     async with served("stub://alpha?step_ms=20", "thread") as model:
         task = asyncio.create_task(answer(model, call("x", ENDLESS)))
         await running(model, 1)
-        link = worker_of(model)._lifecycle.link
+        link = worker_of(model).lifecycle.link
         assert isinstance(link, ThreadLink)
-        with patch.object(link._worker._scheduler, "choose", side_effect=ZeroDivisionError("a defect")):
-            with pytest.raises(RequestFailedError, match="the device worker failed: ZeroDivisionError"):
-                await task
-            await eventually(lambda: worker_of(model)._lifecycle.link is not link and model.health().ready)
+        with broken_steps(), pytest.raises(RequestFailedError, match="the device worker failed: ZeroDivisionError"):
+            await task
+        await eventually(lambda: worker_of(model).lifecycle.link is not link and model.health().ready)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         await settled(model)
 

@@ -29,6 +29,7 @@ from lockstep.pocket import pocket_path
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.clusters import QUICK, Answer, asking, clustered, model_of, say
 from tests.cluster.remotes import HEAD, crooked, says
+from tests.systems import ClockedSystem
 from tests.waiting import ENDLESS_MS, HANG_S, Gate, eventually
 
 TWO_THAT_DO_NOT_FIT = """
@@ -127,9 +128,8 @@ models:
 """
 
 
-async def test_a_load_that_fails_tells_all_who_wait_and_backs_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.cluster.replica_state.FIRST_BACKOFF_S", MAX_BACKOFF_S)
-    async with clustered(FAILING) as cluster:
+async def test_a_load_that_fails_tells_all_who_wait_and_backs_off() -> None:
+    async with clustered(FAILING, system=ClockedSystem(lambda: 1.0)) as cluster:
         results = await asyncio.gather(*(say(cluster, "hello", "bad") for _ in range(4)), return_exceptions=True)
         assert all(isinstance(result, UnavailableError) for result in results)
         assert {"block_size is 7" in str(result) for result in results} == {True}

@@ -17,7 +17,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
-from lockstep.core.step import StepEvents, StepPlan, StepResult
+from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
 
 NAMESPACE = b"oracle"
 
@@ -120,6 +120,7 @@ class Loop:
     config: SchedulerConfig
     can_stop: bool = True
     forces: bool = True
+    explain: Explain | None = None
     served: dict[int, Served] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
@@ -187,7 +188,7 @@ class Loop:
 
     def step(self) -> StepPlan:
         """Run one step; a plan without rows is only returned."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.explain)
         if not plan.has_work:
             return plan
         self.check_plan(plan)
@@ -199,7 +200,7 @@ class Loop:
 
     def fail_step(self, *, moved: bool, ran: bool) -> StepPlan:
         """Run a step that fails before or after it moved blocks or computed."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.explain)
         if plan.has_work:
             if moved:
                 self.model.move(plan)

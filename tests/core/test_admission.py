@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from lockstep.core.planner import StepPlanner
 from lockstep.core.request import Request
-from lockstep.core.sequence import Sequence
 from lockstep.errors import PromptTooLongError, QueueFullError
 from tests.core.drive import needs_interpreted, prompt, rows, run, scheduler, step
 from tests.core.oracle import Loop
@@ -92,48 +92,43 @@ def test_fair_order_counts_every_token_of_a_long_quiet_stretch() -> None:
     assert [plan.admitted[0] for plan in run(core) if plan.admitted] == [0, 1, 2, 3]
 
 
-class Thorough(StepPlanner):
-    """A planner that checks every waiting request in every step, even if nothing was freed."""
-
-    def _supply(self) -> tuple[int, int, int]:
-        self.asked = getattr(self, "asked", 0) + 1
-        return (-self.asked, 0, 0)
-
-
-@needs_interpreted
 @pytest.mark.parametrize("seed", range(40))
 def test_skipping_requests_that_cannot_fit_changes_no_decision(seed: int) -> None:
+    """A step that explains tries each request again, even if nothing was freed."""
     plans = []
-    for thorough in (False, True):
+    for explain in (None, lambda reason: None):
         rng = random.Random(seed)
-        loop = Loop(random_config(rng))
-        if thorough:
-            loop.scheduler._planner.__class__ = Thorough
+        loop = Loop(random_config(rng), explain=explain)
         drive(loop, rng)
         plans.append(loop.plans)
     assert plans[0] == plans[1]
 
 
+class CountedReads(tuple[bytes, ...]):
+    """Hashes of a prompt that count how often a lookup in the cache begins."""
+
+    num_lookups = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_lookups += index == 0
+        return super().__getitem__(index)
+
+
 @needs_interpreted
 def test_waiting_requests_are_considered_again_only_after_a_change() -> None:
     core = scheduler(num_blocks=10)
-    core.add(prompt([1] * 20, 9))
-    core.add(prompt([2] * 30, 2))
+    first, second, third = (prompt([token] * length, 2) for token, length in ((1, 20), (2, 30), (3, 30)))
+    hashes = [CountedReads(each.block_hashes) for each in (second, third)]
+    core.add(replace(first, max_output_tokens=9))
+    core.add(replace(second, block_hashes=hashes[0]))
     step(core)
-    asked: list[int] = []
-    hits = core._kv.hits
-
-    def asking(seq: Sequence) -> tuple[int, ...]:
-        asked.append(seq.seq_id)
-        return hits(seq)
-
-    core._kv.hits = asking  # type: ignore[method-assign]  # a look from outside
+    before = hashes[0].num_lookups
     for _ in range(5):
         step(core)
-    assert asked == [1], "once after the first prompt was published"
-    core.add(prompt([3] * 30, 2))
+    assert hashes[0].num_lookups - before == 1, "once after the first prompt was published"
+    core.add(replace(third, block_hashes=hashes[1]))
     step(core)
-    assert asked == [1, 1, 2]
+    assert [each.num_lookups for each in hashes] == [before + 2, 1]
     core.abort(0)
     assert step(core).admitted == (1,)
 

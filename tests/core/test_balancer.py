@@ -179,13 +179,13 @@ def test_the_state_of_the_balancer_is_bounded() -> None:
         choice = balancer.choose(session=f"s{number}")
         assert choice is not None
         balancer.ended(choice.replica)
-    assert len(balancer._sessions) == MAX_SESSIONS
+    assert len(balancer.state().sessions) == MAX_SESSIONS
     for replica in range(4):
         balancer.learn(replica, [(each, True) for each in chain(*range(50))])
     assert all(balancer.is_held(each) for each in chain(*range(50)))
     for replica in range(4):
         balancer.learn(replica, [(each, False) for each in chain(*range(50))])
-    assert not balancer._holders
+    assert not balancer.state().holders
 
 
 @pytest.mark.parametrize(("num_replicas", "max_imbalance"), [(0, 4), (2, -1)])

@@ -132,7 +132,7 @@ def test_explaining_changes_no_decision_and_gives_each_unscheduled_sequence_a_re
             if not plan.has_work:
                 continue
             with_reason = {reason.seq_id for reason in reasons}
-            for seq_id in asked.core._sequences:
+            for seq_id in [each.seq_id for each in asked.core.state().sequences]:
                 assert seq_id in plan.seq_ids or seq_id in with_reason, f"seed {seed}, step {plan.step}: {seq_id}"
             seen |= {reason.limit for reason in reasons}
             asked.after(plan)

@@ -116,7 +116,7 @@ def ask(subject: Subject, case: Case, params: SamplingParams) -> Run:
     middle = len(others) // 2
     running = [] if case.others_first else others
     queue = [*running[:middle], target, *running[middle:]]
-    recorder.seq_id = engine.scheduler._next_id + queue.index(target)
+    recorder.seq_id = engine.scheduler.state().next_id + queue.index(target)
     ids = [engine.submit(request) for request in queue]
     engine.run_until_idle()
     engine.scheduler.check()

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.deadlines import ManualClock
-from lockstep.engine.engine import Engine
+from lockstep.engine.engine import IDLE_WAIT_S, Engine, Observer
 from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.loading import LoadedModel, load_model
@@ -30,10 +30,16 @@ def clock() -> ManualClock:
 def make_engine(clock: ManualClock) -> MakeEngine:
     """Factory `make_engine("stub://name?option=value", num_blocks=…, max_num_seqs=…)`."""
 
-    def make(source: str = "stub://alpha", clock: ManualClock = clock, **options: object) -> Engine:
+    def make(
+        source: str = "stub://alpha",
+        clock: ManualClock = clock,
+        observer: Observer | None = None,
+        idle_wait_s: float = IDLE_WAIT_S,
+        **options: object,
+    ) -> Engine:
         engine_options = EngineOptions(**{"num_blocks": 512, **options})  # type: ignore[arg-type]  # fields by name
         model, config = load_model(source, LoadOptions(engine=engine_options))
-        return Engine(model, config, clock=clock)
+        return Engine(model, config, clock=clock, observer=observer, idle_wait_s=idle_wait_s)
 
     return make
 
@@ -59,12 +65,16 @@ def open_store(tmp_path: Path, faults: list[str]) -> Iterator[OpenStore]:
     opened: list[KVStore] = []
 
     def open_store(
-        host_bytes: int = 1 << 26, disk_bytes: int = 0, check_share: float = 0.0, system: System = SYSTEM
+        host_bytes: int = 1 << 26,
+        disk_bytes: int = 0,
+        check_share: float = 0.0,
+        system: System = SYSTEM,
+        **limits: int,
     ) -> KVStore:
         while opened:
             opened.pop().close(10.0)
         folders = str(tmp_path / "host"), str(tmp_path / "disk")
-        options = KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share)
+        options = KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share, **limits)
         opened.append(KVStore(options, faults.append, system))
         return opened[0]
 

@@ -61,9 +61,8 @@ def test_streamed_pieces_concatenate_to_the_answer(make_engine: MakeEngine) -> N
 
 
 def test_many_requests_share_steps_and_keep_their_own_answers(make_engine: MakeEngine) -> None:
-    engine = make_engine()
     sizes: list[int] = []
-    engine._observer = lambda plan, result, events: sizes.append(plan.num_sequences)
+    engine = make_engine(observer=lambda plan, result, events: sizes.append(plan.num_sequences))
     prompts = ["x" * length for length in range(1, 40)]
     ids = [engine.submit(ask(prompt)) for prompt in prompts]
     engine.run_until_idle()

@@ -70,8 +70,9 @@ def test_jump_forward_segments_are_published_with_the_sampled_token(make_engine:
 
 def test_the_scheduler_receives_the_number_of_tokens_of_each_step(make_engine: MakeEngine) -> None:
     seen: list[tuple[StepPlan, StepResult, StepEvents]] = []
-    engine = make_engine(max_forced_tokens=10)
-    engine._observer = lambda plan, result, events: seen.append((plan, result, events))
+    engine = make_engine(
+        observer=lambda plan, result, events: seen.append((plan, result, events)), max_forced_tokens=10
+    )
     completion = answer(engine, DOCUMENT).completions[0]
     counts = [result.num_tokens[0] for _, result, _ in seen]
     assert sum(counts) == len(completion.token_ids)

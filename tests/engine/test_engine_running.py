@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,9 +30,10 @@ ENDLESS = SamplingParams(max_tokens=8_000, ignore_eos=True)
 """Sampling of a slow request that runs for more than two minutes."""
 
 
-@pytest.fixture(autouse=True)
-def only_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.engine.engine.IDLE_WAIT_S", 100 * HANG_S)
+@pytest.fixture
+def make_engine(make_engine: MakeEngine) -> MakeEngine:
+    """Engines that only go on if something wakes them."""
+    return partial(make_engine, idle_wait_s=100 * HANG_S)
 
 
 class Running:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine import kv_records
 from lockstep.engine.kv_files import BlockFiles
 from lockstep.engine.kv_records import SessionRecord, SessionRecords
 
@@ -62,9 +61,8 @@ def test_a_store_works_without_records_if_their_folder_cannot_be_created(
     assert names(records) == ["s"]
 
 
-def test_the_number_of_records_read_is_limited(tier: BlockFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_records_read_is_limited(tier: BlockFiles) -> None:
     written(tier, 5)
-    monkeypatch.setattr(kv_records, "MAX_RECORDS", 2)
-    records = SessionRecords(tier)
+    records = SessionRecords(tier, max_records=2)
     assert len(names(records)) == len(list((tier.folder / "sessions").iterdir())) == 2
     assert tier.num_bytes == (5 + 2) * 4096, "what is removed was not counted"

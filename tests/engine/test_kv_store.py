@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from lockstep.engine import kv_load, kv_records, kv_store
 from lockstep.engine.kv_files import BlockFiles
 from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord
@@ -60,7 +59,7 @@ def present(store: KVStore, count: int, environment: bytes = ENVIRONMENT) -> set
 
 def test_blocks_read_after_a_cancelled_load_are_ignored() -> None:
     """An engine cancels while the store's thread reads a block: that content belongs to a later index."""
-    load = ChainLoad(ENVIRONMENT, [hash_of(number) for number in range(4)], SIZE, nothing)
+    load = ChainLoad(ENVIRONMENT, [hash_of(number) for number in range(4)], SIZE, nothing, 4 * SIZE)
     for number in range(2):
         load.put(content_of(number))
     assert load.take(SIZE)[0][0] == 0
@@ -95,11 +94,10 @@ def test_pending_bytes_are_counted_correctly_by_many_threads(open_store: OpenSto
 # -- who waits is woken -----------------------------------------------------------------------------------------------
 
 
-def test_closing_the_store_ends_waiting_loads(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store()
+def test_closing_the_store_ends_waiting_loads(open_store: OpenStore) -> None:
+    store = open_store(max_ahead_bytes=1)
     save(store, *range(8))
     assert store.flush(10.0)
-    monkeypatch.setattr(kv_load, "MAX_AHEAD_BYTES", 1)
     woken = threading.Event()
     load = store.load(ENVIRONMENT, [hash_of(number) for number in range(8)], SIZE, woken.set)
     until(lambda: load.is_ready, "the first block came")
@@ -125,12 +123,10 @@ def test_an_error_in_the_stores_thread_ends_the_load_and_not_the_store(
     assert len(load.take(SIZE)) == 1
 
 
-def test_an_engine_with_unsaved_blocks_is_woken_when_others_are_written(
-    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_with_unsaved_blocks_is_woken_when_others_are_written(open_store: OpenStore) -> None:
     may_write, woken = threading.Event(), threading.Event()
-    store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
-    monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", SIZE)
+    hanging = WatchedSystem(lambda call, path: call != "open" or may_write.wait())
+    store = open_store(system=hanging, max_saving_bytes=SIZE)
     save(store, 0)
     assert not store.can_save
     store.call_when_ready(woken.set)
@@ -184,10 +180,9 @@ def test_blocks_of_an_earlier_process_get_their_engines_priority(open_store: Ope
 
 
 def test_blocks_of_earlier_requests_and_of_forgotten_sessions_are_removed(
-    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, tmp_path: Path
 ) -> None:
     """Otherwise, after its client ended it, blocks would remain that no command removes."""
-    monkeypatch.setattr(kv_records, "MAX_RECORDS", 2)
 
     def come(session: str, *numbers: int) -> set[int]:
         save(store, *numbers)
@@ -195,7 +190,7 @@ def test_blocks_of_earlier_requests_and_of_forgotten_sessions_are_removed(
         assert store.flush(10.0)
         return present(store, 10)
 
-    store = open_store(disk_bytes=1 << 20)
+    store = open_store(disk_bytes=1 << 20, max_records=2)
     assert come("a", 0, 1, 2) == {0, 1, 2}
     assert come("b", 0, 1, 3) == {0, 1, 2, 3}
     assert come("a", 0, 4) == {0, 1, 3, 4}, "b wants 1, too, and nobody wants 2"
@@ -264,12 +259,12 @@ def test_ended_sessions_leave_nothing(count: int, open_store: OpenStore, tmp_pat
 
 
 def test_a_hanging_folder_loses_records_and_uses_bounded_memory(
-    open_store: OpenStore, faults: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, faults: list[str], tmp_path: Path
 ) -> None:
     """A hanging disk: pending writes are bounded, and the newest is written when the disk answers."""
     may_write = threading.Event()
-    store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
-    monkeypatch.setattr(kv_store, "MAX_UNWRITTEN_RECORDS", 20)
+    hanging = WatchedSystem(lambda call, path: call != "open" or may_write.wait())
+    store = open_store(system=hanging, max_unwritten_records=20)
     save(store, 0)
     for turn in range(3):
         for number in range(15):

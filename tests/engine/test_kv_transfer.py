@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
-from lockstep.engine import kv_store, kv_transfer
+from lockstep.engine import kv_transfer
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_tiers import KVTierName
@@ -222,16 +223,13 @@ def test_restored_sessions_answer_like_recomputed_ones(count: int, pocket: Pocke
     assert not kv_of(engine).store.tiers.num_rejected
 
 
-def test_saving_waits_if_the_store_is_behind(
-    pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_waits_if_the_store_is_behind(pocket: Pocket, open_store: OpenStore) -> None:
     store = open_store()
     engine = Engine(*pocket, store=store)
-    with monkeypatch.context() as patched:
-        patched.setattr(kv_store, "MAX_SAVING_BYTES", 0)
-        answer(engine, ask(prompt(1), "s"))
-        has_work = engine.has_work
-    assert not has_work, "or the loop would spin"
+    usual, store.options = store.options, structs.replace(store.options, max_saving_bytes=0)
+    answer(engine, ask(prompt(1), "s"))
+    assert not engine.has_work, "or the loop would spin"
+    store.options = usual
     engine.run_until_idle()
     assert store.flush(10.0)
     assert store.tiers.stats()[KVTierName.HOST].num_blocks == 4
@@ -245,11 +243,10 @@ def test_many_evicted_blocks_are_copied_within_the_stores_bound(
     store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
     engine = Engine(*pocket, store=store)
     size = engine.model.executor.geometry.bytes_per_block
-    with monkeypatch.context() as patched:
-        patched.setattr(kv_store, "MAX_SAVING_BYTES", 0)
-        answer(engine, ask(prompt(1, 600), "s"))
+    store.options = structs.replace(store.options, max_saving_bytes=0)
+    answer(engine, ask(prompt(1, 600), "s"))
     hashes = hashes_of(engine, "s")
-    monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", 3 * size)
+    store.options = structs.replace(store.options, max_saving_bytes=3 * size)
     monkeypatch.setattr(kv_transfer, "MAX_MOVED_BYTES", 2 * size)
     kept = kv_of(engine).keep_now(hashes)
     assert store._saving_bytes == 4 * size, "two portions: the bound, and what the last one is beyond it"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from lockstep.core import fingerprint
-from lockstep.engine import kv_records, sessions
+from lockstep.engine import sessions
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
@@ -44,10 +44,9 @@ def test_ended_sessions_leave_no_memory(
 
     Memory is compared when as many are known as may be: from then on, it grows by less than any object for each.
     """
-    monkeypatch.setattr(kv_records, "MAX_RECORDS", most)
     monkeypatch.setattr(sessions, "MAX_SESSIONS", most)
     model, config = load_model("stub://s", LoadOptions(EngineOptions(num_blocks=64)))
-    store = open_store(64 << 12, (most + 64) << 12)
+    store = open_store(64 << 12, (most + 64) << 12, max_records=most)
     engine = Engine(model, config, store=store)
     prints: list[Footprint] = []
     fingerprint.leb128(range(fingerprint.NUM_CODES))  # what it remembers of numbers is bounded, and full now

@@ -119,7 +119,6 @@ def test_a_step_that_fails_after_a_stop_ends_all_of_its_requests(
 
 @pytest.mark.parametrize("who", ["callback", "observer"])
 def test_an_interrupt_in_a_callback_is_raised_after_the_step(who: str, make_engine: MakeEngine) -> None:
-    engine = make_engine()
     calls: list[object] = []
 
     def leave(*args: object) -> None:
@@ -127,8 +126,7 @@ def test_an_interrupt_in_a_callback_is_raised_after_the_step(who: str, make_engi
         if len(calls) == 3:
             raise SystemExit(7)
 
-    if who == "observer":
-        engine._observer = leave
+    engine = make_engine(observer=leave if who == "observer" else None)
     asked = engine.submit(GenerationRequest("hello", SHORT), leave if who == "callback" else None)
     other = engine.submit(GenerationRequest("hello", SHORT))
     with pytest.raises(SystemExit):

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from lockstep.core.request import FinishReason
-from lockstep.engine import queues
 from lockstep.engine.engine import Engine
 from lockstep.engine.metrics import HISTOGRAMS, EngineMetrics, Histogram, MetricsSnapshot, SequenceSpan
+from lockstep.engine.queues import MAX_COMMANDS
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError
 from lockstep.executors.sampling_params import SamplingParams
@@ -108,17 +108,18 @@ def test_waiting_requests_have_one_of_two_reasons(make_engine: MakeEngine) -> No
     assert not any(value for metric in idle.labelled_gauges.values() for value in metric.values.values())
 
 
-def test_refusals_of_full_queues_and_faulty_rows_are_counted(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_of_full_queues_and_faulty_rows_are_counted(make_engine: MakeEngine) -> None:
     engine = make_engine("stub://alpha?nan_every=3", max_num_queued_reqs=2)
     for _ in range(5):
         submit(engine, "hello", 1)
     engine.run_until_idle()
-    monkeypatch.setattr(queues, "MAX_COMMANDS", 1)
-    submit(engine, "hello", 1)
-    with pytest.raises(QueueFullError, match="1 commands already wait"):
+    asked = submit(engine, "hello", 1)
+    for _ in range(MAX_COMMANDS):
+        engine.abort(asked)
+    with pytest.raises(QueueFullError, match=f"{MAX_COMMANDS} commands already wait"):
         submit(engine, "hello", 1)
+    engine.run_until_idle()
+    submit(engine, "hello", 1)
     engine.run_until_idle()
     counters = engine.metrics().counters
     assert counters["admission_rejections"] == 3 + 1

@@ -7,11 +7,10 @@ from functools import partial
 
 import pytest
 
-from lockstep.engine import queues
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.input_processing import prepare
 from lockstep.engine.outputs import RequestOutput, Timings
-from lockstep.engine.queues import AbortCommand, Inbox, Results
+from lockstep.engine.queues import MAX_COMMANDS, AbortCommand, Inbox, Results
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError, UsageError
 from tests.engine.conftest import MakeEngine
@@ -43,13 +42,13 @@ def test_commands_are_taken_in_order_and_later_ones_afterwards(lives: list[LiveR
     assert list(inbox.take()) == [lives[1]]
 
 
-def test_the_inbox_is_bounded_and_counts_refusals(lives: list[LiveRequest], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "MAX_COMMANDS", 2)
+def test_the_inbox_is_bounded_and_counts_refusals(lives: list[LiveRequest]) -> None:
     inbox = Inbox()
-    for live in lives[:2]:
-        inbox.check_room()
-        inbox.put(live)
-    with pytest.raises(QueueFullError, match="2 commands already wait"):
+    for number in range(MAX_COMMANDS - 1):
+        inbox.abort(number)
+    inbox.check_room()
+    inbox.put(lives[0])
+    with pytest.raises(QueueFullError, match=f"{MAX_COMMANDS} commands already wait"):
         inbox.check_room()
     assert inbox.num_rejected == 1
 

@@ -281,5 +281,5 @@ def test_random_histories_lose_nothing_and_leave_nothing_pinned(steps: list[tupl
     assert not any(report.num_busy for report in engine.sessions.reports(0.0))
     engine.sessions.sweep()
     assert engine.sessions.reports(0.0) == ()
-    assert not engine.scheduler._kv.prefix._pins
+    assert not engine.scheduler.state().kv.pins
     engine.scheduler.check()

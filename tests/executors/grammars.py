@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,16 @@ def tokenizer_of(family: str) -> Tokenizer:
 def compiler_of(family: str, surplus: int = 0) -> GrammarCompiler:
     tokenizer = tokenizer_of(family)
     return GrammarCompiler(tokenizer.vocabulary, tokenizer.vocab_size + surplus, tokenizer.end_token_ids)
+
+
+class CountedTexts(tuple[str, ...]):
+    """Texts of a choice that count how often they are read: each compilation reads them."""
+
+    num_reads = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_reads += 1
+        return super().__iter__()
 
 
 def ids_of(bits: np.ndarray[Any, Any]) -> list[int]:

@@ -6,18 +6,18 @@ import contextlib
 import json
 import random
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, QueueFullError, RequestFailedError
-from lockstep.executors import grammar_compiler
-from lockstep.executors.constraint import Constraint
+from lockstep.executors.constraint import Constraint, ConstraintKind
 from lockstep.executors.grammar import AnyGrammar
-from lockstep.executors.grammar_compiler import MAX_CACHED_GRAMMARS, DeepStack, GrammarCompiler
+from lockstep.executors.grammar_compiler import DeepStack, GrammarCompiler, GrammarLimits
 from lockstep.executors.stub import VOCAB_SIZE
 from tests.engine import text_models
-from tests.executors.grammars import FAMILIES, compiler_of, ids_of, pick, text_of, tokenizer_of
+from tests.executors.grammars import FAMILIES, CountedTexts, compiler_of, ids_of, pick, text_of, tokenizer_of
 
 
 def walk(family: str, grammar: AnyGrammar, seed: int, room: int = 15, most: int = 400) -> list[int]:
@@ -142,28 +142,28 @@ def test_a_sequence_that_uses_up_its_budget_takes_nothing_from_the_others() -> N
     assert 2 < lengths[0] < 300
 
 
-def test_a_checked_constraint_is_remembered_and_so_is_a_refused_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
-    compiler.build(Constraint.regex("a"))
-    with pytest.raises(InvalidParameterError):
-        compiler.build(Constraint.regex("(["))
+def test_a_checked_constraint_is_remembered_and_so_is_a_refused_one() -> None:
+    rng = random.Random(3)
+    limits = GrammarLimits(max_lexer_states=60, max_copied_bytes=0)
+    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,), limits)
+    good, bad = CountedTexts(("a",)), CountedTexts(bytes(rng.choices(b"abcdef", k=60)).decode() for _ in range(8))
+    for _ in range(3):
+        compiler.build(Constraint(ConstraintKind.CHOICE, good))
+        with pytest.raises(InvalidParameterError, match="too many states"):
+            compiler.build(Constraint(ConstraintKind.CHOICE, bad))
+    once = CountedTexts(("a",))
+    GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,)).build(Constraint(ConstraintKind.CHOICE, once))
+    assert 0 < good.num_reads <= once.num_reads
+    assert 0 < bad.num_reads <= once.num_reads
 
-    def forget(*_: object) -> None:
-        raise AssertionError("checked again")
 
-    monkeypatch.setattr(compiler, "_check", forget)
-    compiler.build(Constraint.regex("a"))
-    with pytest.raises(InvalidParameterError, match="unclosed character class"):
-        compiler.build(Constraint.regex("(["))
-
-
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_CACHED_GRAMMARS", 3)
-    assert MAX_CACHED_GRAMMARS == 256
-    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
-    for index in range(10):
-        compiler.build(Constraint.choice([str(index)]))
-    assert [constraint.source for constraint in compiler._checked] == [("7",), ("8",), ("9",)]
+def test_what_is_remembered_is_bounded() -> None:
+    assert GrammarLimits().max_cached == 256
+    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,), GrammarLimits(max_cached=3))
+    choices = [Constraint.choice([str(index)]) for index in range(10)]
+    for choice in choices:
+        compiler.build(choice)
+    assert [choice for choice in choices if compiler.is_ready(choice)] == choices[7:]
 
 
 @pytest.mark.parametrize(
@@ -186,17 +186,19 @@ def test_models_whose_tokenizer_cannot_be_used_say_so() -> None:
         GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, ()).build(Constraint.regex("a"))
 
 
-def test_a_native_panic_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_native_panic_is_a_refusal() -> None:
     class PanicException(BaseException):
         """As the one that Rust code raises: no `Exception`."""
 
-    def panic(*_: object) -> None:
-        raise PanicException("index out of bounds")
+    class Panicking(tuple[str, ...]):
+        """Texts that cannot be read."""
+
+        def __iter__(self) -> Iterator[str]:
+            raise PanicException("index out of bounds")
 
     compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
-    monkeypatch.setattr(compiler, "_check", panic)
     with pytest.raises(InvalidParameterError, match="the compiler crashed: index out of bounds"):
-        compiler.build(Constraint.regex("a"))
+        compiler.build(Constraint(ConstraintKind.CHOICE, Panicking(("a",))))
 
 
 def test_work_that_takes_too_long_is_left_and_keeps_its_place() -> None:

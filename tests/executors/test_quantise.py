@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from lockstep.artifacts.model import Encoding, Tensor
-from lockstep.executors import quantise as weights_module
 from lockstep.executors.quantise import INT4_ZERO_POINT, int4_groups, int8_channels
 
 
@@ -62,11 +61,10 @@ def test_a_number_that_cannot_be_scaled_shows_in_its_scale(quantise: object, wro
     assert not np.isfinite(scales).all()
 
 
-def test_rows_are_taken_some_at_a_time_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_taken_some_at_a_time_without_a_trace() -> None:
     tensor = float_tensor(gaussian(50))
     whole = [quantise(tensor) for quantise in (int8_channels, int4_groups)]
-    monkeypatch.setattr(weights_module, "_MAX_CHUNK_VALUES", 3 * 256)
-    parts = [quantise(tensor) for quantise in (int8_channels, int4_groups)]
+    parts = [quantise(tensor, max_chunk_values=3 * 256) for quantise in (int8_channels, int4_groups)]
     for (values, scales), (other_values, other_scales) in zip(whole, parts, strict=True):
         assert np.array_equal(values, other_values)
         assert np.array_equal(scales, other_scales)

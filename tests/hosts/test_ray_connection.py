@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import PlacingError
-from lockstep.hosts import ray_connection
 from lockstep.hosts.ray_connection import AUTH_VARIABLES, Calls, Connection, choose_address, prepare_environment
 
 
@@ -86,11 +85,8 @@ def test_what_a_user_of_ray_has_set_stays(tmp_path: Path) -> None:
     assert not (tmp_path / ".config").exists()
 
 
-async def test_hanging_calls_to_ray_time_out_and_are_limited_in_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ray_connection, "MAX_CALLS", 2)
-    calls, end, num_begun = Calls(), threading.Event(), 0
+async def test_hanging_calls_to_ray_time_out_and_are_limited_in_number() -> None:
+    calls, end, num_begun = Calls(max_calls=2), threading.Event(), 0
 
     def hang() -> None:
         nonlocal num_begun

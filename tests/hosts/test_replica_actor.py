@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.hosts import replica_actor
-from lockstep.hosts.replica_actor import LocalHost, ReplicaHost
+from lockstep.hosts.replica_actor import LocalHost, ReplicaHost, RetryDelays
 from lockstep.hosts.values import Demand, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.worker.link import WorkerOptions
 from tests.hosts.support import answer, demand, gateway, write_secret
@@ -23,10 +23,14 @@ from tests.waiting import eventually
 
 @asynccontextmanager
 async def replica(
-    demand: Demand, secret: str, tell: Callable[[ReplicaStatus], None], store: KVStoreOptions | None = None
+    demand: Demand,
+    secret: str,
+    tell: Callable[[ReplicaStatus], None],
+    store: KVStoreOptions | None = None,
+    **delays: float,
 ) -> AsyncIterator[ReplicaHost]:
     here = LocalHost("a_host", "0123", "127.0.0.1")
-    host = ReplicaHost(demand, 2, WorkerOptions(), LinkOptions(secret), here, tell, store)
+    host = ReplicaHost(demand, 2, WorkerOptions(), LinkOptions(secret), here, tell, store, RetryDelays(**delays))
     await host.start()
     try:
         yield host
@@ -73,12 +77,9 @@ async def test_a_killed_worker_has_a_successor_that_listens_elsewhere_and_has_th
         assert (lost.port, lost.pid) == (0, 0)
 
 
-async def test_a_worker_with_an_unreadable_secret_has_failed_until_the_file_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica_actor, "FIRST_BACKOFF_S", 0.01)
+async def test_a_worker_with_an_unreadable_secret_has_failed_until_the_file_exists(tmp_path: Path) -> None:
     told: list[ReplicaStatus] = []
-    async with replica(demand(), str(tmp_path / "secret"), told.append) as host:
+    async with replica(demand(), str(tmp_path / "secret"), told.append, first_load_s=0.01) as host:
         await eventually(lambda: any(each.state is ReplicaPhase.FAILED for each in told))
         failed = next(each for each in told if each.state is ReplicaPhase.FAILED)
         assert "the secret cannot be read: No such file" in failed.reason
@@ -88,21 +89,16 @@ async def test_a_worker_with_an_unreadable_secret_has_failed_until_the_file_exis
         assert await answer(place, secret, "abc") == "[stub:alpha] ok len=3 max=40"
 
 
-async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_actor, "FIRST_BACKOFF_S", 0.01)
+async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path) -> None:
     told: list[ReplicaStatus] = []
     source = str(tmp_path / "none.gguf")
-    async with replica(demand(source=source), write_secret(tmp_path), told.append) as host:
+    async with replica(demand(source=source), write_secret(tmp_path), told.append, first_load_s=0.01) as host:
         await eventually(lambda: host.place.num_starts >= 3)
         failed = next(each for each in told if each.state is ReplicaPhase.FAILED)
         assert failed.reason.startswith(f"{source}: no such file or directory")
 
 
-async def test_the_newest_status_is_reported_again_until_it_is_received(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica_actor, "FIRST_RESEND_S", 0.01)
-    monkeypatch.setattr(replica_actor, "MAX_RESEND_S", 0.01)
+async def test_the_newest_status_is_reported_again_until_it_is_received(tmp_path: Path) -> None:
     is_deaf, told = True, []
 
     def tell(place: ReplicaStatus) -> None:
@@ -110,7 +106,7 @@ async def test_the_newest_status_is_reported_again_until_it_is_received(
             raise ConnectionError("nobody is there")
         told.append(place)
 
-    async with replica(demand(), write_secret(tmp_path), tell) as host:
+    async with replica(demand(), write_secret(tmp_path), tell, first_report_s=0.01, max_report_s=0.01) as host:
         place = await ready(host)
         assert not told
         is_deaf = False

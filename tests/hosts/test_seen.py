@@ -55,8 +55,8 @@ async def listening(cluster: Cluster) -> AsyncIterator[str]:
 
 
 def word_of(cluster: Cluster) -> ControllerState:
-    assert cluster._state.hosts is not None
-    return cluster._state.hosts.state
+    assert cluster.state.hosts is not None
+    return cluster.state.hosts.state
 
 
 async def ps(url: str, *flags: str) -> int:

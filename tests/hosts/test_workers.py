@@ -22,7 +22,7 @@ from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ReplicaGoneError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.hosts.values import GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
+from lockstep.hosts.values import GatewayLimits, GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.hosts.workers import GroupLost, HostedWorkers
 from lockstep.worker.lifecycle import WorkerLost
 from lockstep.worker.link import WorkerOptions
@@ -65,11 +65,15 @@ class Routes:
 class Gateway:
     """Workers of one gateway, and what it noticed."""
 
-    def __init__(self, secret: str, num: int, policy: RoutingPolicy) -> None:
+    def __init__(self, secret: str, num: int, policy: RoutingPolicy, **limits: float) -> None:
         self.routes = Routes()
         self.notices: list[Notice | GroupLost] = []
         self.workers = HostedWorkers(
-            LinkOptions(secret), lambda key: GroupOptions(num, policy=policy), self.notices.append, self.routes
+            LinkOptions(secret),
+            lambda key: GroupOptions(num, policy=policy),
+            self.notices.append,
+            self.routes,
+            limits=GatewayLimits(**limits),
         )
         self.loaded: Loaded | None = None
         self.num_outputs = 0
@@ -350,12 +354,11 @@ async def test_a_lost_replica_is_two_lines_in_the_log_however_often_it_is_tried(
         ]
 
 
-async def test_a_silent_replica_gets_no_new_requests(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.hosts.group.ANSWER_S", 1.0)
+async def test_a_silent_replica_gets_no_new_requests(secret: str) -> None:
     async with AsyncExitStack() as stack, hosts(secret, "stub://alpha", "stub://alpha") as several:
         one, other = several.places()
         proxy = Proxy(one)
-        gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN)
+        gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN, answer_s=1.0)
         stack.push_async_callback(gateway.workers.close)
         await gateway.workers.start()
         gateway.workers.apply([await proxy.start(stack), other])
@@ -421,14 +424,11 @@ async def test_a_link_that_is_cut_again_and_again_loses_nothing_before_its_first
         assert proxy.num_links >= 10
 
 
-async def test_a_link_that_stalls_counts_as_lost_and_what_arrives_late_is_dropped(
-    secret: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lockstep.hosts.group.SILENCE_S", 2.0)
+async def test_a_link_that_stalls_counts_as_lost_and_what_arrives_late_is_dropped(secret: str) -> None:
     async with AsyncExitStack() as stack, hosts(secret, "stub://alpha", "stub://alpha") as several:
         one, other = several.places()
         proxy = Proxy(one)
-        gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN)
+        gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN, silence_s=2.0)
         stack.push_async_callback(gateway.workers.close)
         gateway.workers.apply([await proxy.start(stack), other])
         await gateway.load()

@@ -14,16 +14,15 @@ import pytest
 import zstandard
 
 from lockstep.errors import EvidenceError
-from lockstep.release import content
-from lockstep.release.content import Content, content_of
+from lockstep.release.content import Content, ContentLimits, content_of
 
 LINES = b'{"request_id": "a", "latency_ms": 1}\n{"request_id": "b", "latency_ms": 2}\n'
 
 
-def looked_at(tmp_path: Path, data: bytes, name: str = "input") -> Content:
+def looked_at(tmp_path: Path, data: bytes, name: str = "input", **limits: int) -> Content:
     path = tmp_path / name
     path.write_bytes(data)
-    return content_of(path, tmp_path / "plain")
+    return content_of(path, tmp_path / "plain", limits=ContentLimits(**limits))
 
 
 @pytest.mark.parametrize(
@@ -79,21 +78,15 @@ def test_a_compressed_file_with_a_wrong_checksum_is_refused(tmp_path: Path) -> N
         looked_at(tmp_path, bytes(data))
 
 
-def test_a_file_that_decompresses_beyond_the_free_space_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(content, "MAX_UNPACKED_BYTES", 1 << 20)
+def test_a_file_that_decompresses_beyond_the_free_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match=r"input: more than .* when decompressed"):
-        looked_at(tmp_path, zstandard.compress(bytes((1 << 20) + 1)))
+        looked_at(tmp_path, zstandard.compress(bytes((1 << 20) + 1)), max_unpacked_bytes=1 << 20)
 
 
-def test_a_document_that_is_too_large_is_refused_with_an_alternative(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(content, "MAX_DOCUMENT_BYTES", 1 << 20)
+def test_a_document_that_is_too_large_is_refused_with_an_alternative(tmp_path: Path) -> None:
     document = json.dumps({"baseline": [{"request_id": str(i)} for i in range(60_000)]}, indent=1).encode()
     with pytest.raises(EvidenceError, match=r"JSON document of more than 1 MiB; write one observation per line"):
-        looked_at(tmp_path, document)
+        looked_at(tmp_path, document, max_document_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lockstep.release import facts, gaps
-from lockstep.release.evidence import gather
+from lockstep.release import gaps
+from lockstep.release.evidence import GapSampling, gather
 from lockstep.release.gaps import EVERYTHING
 from lockstep.release.statistics import nearest_rank
 from lockstep.release.store import open_store
@@ -54,36 +54,33 @@ def expected(baseline: list[Record], candidate: list[Record]) -> dict[int, tuple
     return {**segments, EVERYTHING: (p95(0, None), p95(1, None))}
 
 
-def found_in(path: Path) -> dict[int, tuple[float, float]]:
+def found_in(path: Path, sampling: GapSampling | None = None) -> dict[int, tuple[float, float]]:
     with open_store() as store:
         read_into(store, [path])
-        return dict(gather(store).decode_p95)
+        return dict(gather(store, sampling=sampling).decode_p95)
 
 
 @pytest.mark.parametrize(
     ("most_sorted", "num_drawn"), [(10, 400), (300, 400), (3000, 400), (10**9, 400), (10**9, 30), (300, 30), (10**9, 1)]
 )
-def test_percentiles_are_exact_for_any_sample_of_gaps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_sorted: int, num_drawn: int
-) -> None:
+def test_percentiles_are_exact_for_any_sample_of_gaps(tmp_path: Path, most_sorted: int, num_drawn: int) -> None:
     baseline, candidate = sides(400, 3)
-    monkeypatch.setattr(gaps, "MAX_SORTED", most_sorted)
-    monkeypatch.setattr(facts, "NUM_DRAWN", num_drawn)
-    assert found_in(pair_file(tmp_path / "input.json", baseline, candidate)) == expected(baseline, candidate)
+    sampling = GapSampling(num_drawn, most_sorted)
+    assert found_in(pair_file(tmp_path / "input.json", baseline, candidate), sampling) == expected(baseline, candidate)
 
 
 def test_a_bracket_that_misses_is_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Almost no gaps are sampled, and the first brackets are minimal."""
     baseline, candidate = sides(400, 3)
-    monkeypatch.setattr(gaps, "MAX_SORTED", 100)
     looks: list[float] = []
 
-    def narrow(sample: NDArray[np.float64], near: float) -> gaps._Bracket:
+    def narrow(sample: NDArray[np.float64], near: float) -> gaps.Bracket:
         looks.append(near)
-        return gaps._Bracket(-math.inf, math.inf) if near > 1 else gaps._Bracket(1.0, 1.0)
+        return gaps.Bracket(-math.inf, math.inf) if near > 1 else gaps.Bracket(1.0, 1.0)
 
     monkeypatch.setattr(gaps, "_bracket", narrow)
-    assert found_in(pair_file(tmp_path / "input.json", baseline, candidate)) == expected(baseline, candidate)
+    sampling = GapSampling(max_sorted=100)
+    assert found_in(pair_file(tmp_path / "input.json", baseline, candidate), sampling) == expected(baseline, candidate)
     assert len(set(looks)) > 2
 
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import EvidenceError
-from lockstep.release import live
 from lockstep.release.judging import PolicySources, judge_files
 from lockstep.release.live import MAX_HOOK_BYTES, Follower, LiveGate, app_of
 from lockstep.release.verdict import Verdict, to_json
@@ -178,16 +177,13 @@ def test_only_regular_files_are_followed(tmp_path: Path) -> None:
         Follower(tmp_path, tmp_path / "copy")
 
 
-async def test_a_failing_judge_withdraws_the_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(live, "POLL_S", 0.01)
+async def test_a_failing_judge_withdraws_the_verdict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "pairs.jsonl"
 
     def failing(_: list[Path]) -> Verdict:
         raise MemoryError
 
-    gate = LiveGate([Follower(path, tmp_path / "copy")], failing)
+    gate = LiveGate([Follower(path, tmp_path / "copy")], failing, poll_s=0.01)
     path.write_text(line(0))
     following = asyncio.create_task(gate.run())
     await eventually(lambda: "judging failed" in gate.state.reason)

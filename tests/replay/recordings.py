@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
@@ -29,13 +30,13 @@ POOL = EngineOptions(
 )
 
 
-def options(folder: Path | str, max_bytes: int = 1 << 28) -> TraceOptions:
-    return TraceOptions(str(folder), max_bytes)
+def options(folder: Path | str, max_bytes: int = 1 << 28, **more: Any) -> TraceOptions:
+    return TraceOptions(str(folder), max_bytes, **more)
 
 
-def record(folder: Path, num_requests: int = 24, max_bytes: int = 1 << 28) -> Path:
+def record(folder: Path, num_requests: int = 24, max_bytes: int = 1 << 28, **more: Any) -> Path:
     """Run two stubs with small pools: preemptions, swaps, evictions, hits, aborts, siblings, resets."""
-    with running(trace=options(folder, max_bytes)) as bench:
+    with running(trace=options(folder, max_bytes, **more)) as bench:
         bench.ready("a", "stub://alpha", LoadOptions(POOL))
         bench.ready("b", "stub://beta?fail_every=40", LoadOptions(POOL), Priority.HIGH)
         submit(bench, num_requests)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from pathlib import Path
-
-import pytest
 
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import LoadOptions
+from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device_scheduler import DeviceScheduler
-from lockstep.worker.flight import files
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.flight.recorder import Recorder
 from tests.replay.recordings import POOL
@@ -25,10 +22,9 @@ MAX_FILES = 1 << 12
 STEP_US = 10
 
 
-def allow_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a recording have any number of files, and flush it before every step."""
-    monkeypatch.setattr(files, "NUM_FILES", MAX_FILES)
-    monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.0)
+def many_files(folder: Path, max_bytes: int, *, has_content: bool = False) -> TraceOptions:
+    """Options of a recording that may have any number of files, and is flushed before every step."""
+    return TraceOptions(str(folder), max_bytes, has_content, num_files=MAX_FILES, flush_interval_s=0.0)
 
 
 class Flight:
@@ -41,11 +37,12 @@ class Flight:
     def __init__(self, folder: Path, seed: int, file_bytes: int) -> None:
         self._draw = random.Random(seed)
         self._turns = DeviceScheduler()
-        self._recorder = Recorder(TraceOptions(str(folder), file_bytes * MAX_FILES, has_content=True), self._turns)
+        self._recorder = Recorder(many_files(folder, file_bytes * MAX_FILES, has_content=True), self._turns)
         self._model, config = load_model("stub://alpha", LoadOptions(POOL))
         self._engine = Engine(self._model, config, recorder=self._recorder.of_engine(KEY, self._model, config))
         self._priorities = {KEY: 0}
         self._now_us = 0
+        self._open: dict[int, None] = {}
         self.seen: Counter[str] = Counter()
 
     def serve(self, num_requests: int, num_users: int) -> None:
@@ -53,13 +50,13 @@ class Flight:
         draw, engine = self._draw, self._engine
         left = num_requests
         while left or engine.has_work:
-            while self._recorder._files._num_queued:
-                time.sleep(0)  # until what is full is known to be: the seed says where files begin
+            while self._recorder.report().num_queued_bytes:
+                pass  # until what is full is known to be: the seed says where files begin
             self._recorder.begin_turn()
             if left and engine.num_open < num_users and draw.random() < 0.4:
                 left -= 1
                 self._ask()
-            for request_id in [*engine._requests.by_id]:
+            for request_id in [*self._open]:
                 if draw.random() < 0.03:
                     self.seen["stopped, alone" if engine.num_open == 1 else "stopped"] += 1
                     engine.abort(request_id)
@@ -77,10 +74,15 @@ class Flight:
         prompt = (7,) * draw.randrange(12) + tuple(draw.randrange(250) for _ in range(draw.randrange(1, 24)))
         params = SamplingParams(max_tokens=draw.randrange(1, 30), ignore_eos=True, n=1 + (draw.random() < 0.1))
         request = GenerationRequest(prompt, params, priority=draw.randrange(-1, 2), tenant=draw.choice("ab"))
-        request_id = self._engine.submit(request, lambda output: None)
+        request_id = self._engine.submit(request, self._heard)
+        self._open[request_id] = None
         if draw.random() < 0.3:
             self.seen["left before it ran"] += 1
             self._engine.abort(request_id)
+
+    def _heard(self, output: TokenOutput) -> None:
+        if output.is_final:
+            self._open.pop(output.request_id, None)
 
     def _turn(self) -> None:
         with_work = frozenset({KEY} if self._engine.has_work else ())

@@ -20,7 +20,7 @@ from lockstep.worker.flight.folder import TEXT_SUFFIX
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, AnswerShown, Submit
 from tests.replay.recordings import POOL, files_of
-from tests.replay.rotations import allow_many_files, run_flight
+from tests.replay.rotations import run_flight
 from tests.worker.support import running
 
 SEEDS = range(12)
@@ -73,11 +73,8 @@ def test_every_answer_read_has_the_tokens_ends_and_counts_of_its_output(tmp_path
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rotated_files_yield_the_tokens_of_the_right_answers(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotated_files_yield_the_tokens_of_the_right_answers(seed: int, tmp_path: Path) -> None:
     """Single files, and the remaining files after the first are deleted, yield the same answers as all of them."""
-    allow_many_files(monkeypatch)
     run_flight(tmp_path, seed)
     whole = _by_name(read_answers(open_trace(tmp_path)))
     paths = files_of(tmp_path)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.policy import SchedulerConfig
-from lockstep.replay import cache_oracle
 from lockstep.replay.cache_oracle import UnboundedCache
 from lockstep.replay.report import report_of
 from lockstep.replay.simulator import Replay, Simulation
@@ -103,11 +101,10 @@ def test_without_sharing_there_is_no_figure() -> None:
         assert (report.prefix_unbounded_hit_tokens, report.prefix_unbounded_hit_rate) == (None, None)
 
 
-def test_too_many_distinct_ids_give_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_distinct_ids_give_no_figure() -> None:
     """Ids that are numbered in order need no memory, with whole or cut contents."""
-    monkeypatch.setattr(cache_oracle, "MAX_CONTENTS", 3)
     for stride, expected in ((1, 60), (2, None)):
-        cache = UnboundedCache(CONTENT, AMPLE)
+        cache = UnboundedCache(CONTENT, AMPLE, max_contents=3)
         for _ in range(2):
             cache.admit(tuple(range(0, 8 * stride, stride)), 62)
         assert cache.num_hit_tokens == expected

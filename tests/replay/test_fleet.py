@@ -53,7 +53,7 @@ def test_a_fleet_of_one_decides_like_a_replay(work: Workload, policy: RoutingPol
     alone = Simulation(work, CONFIG, COST).run()
     fleet = Fleet(work, CONFIG, Balancer(1, policy), COST)
     report = fleet.run()
-    only = fleet._replicas[0].replay()
+    only = fleet.replicas[0].replay()
     assert only.fingerprint == alone.fingerprint
     assert only.outcomes == alone.outcomes
     assert only.duration_ps == alone.duration_ps
@@ -69,12 +69,12 @@ def test_each_replica_decides_like_a_replay_of_its_requests(
     """The fleet's clock therefore delays no arrival, and puts none before a step that had begun."""
     fleet = Fleet(work, CONFIG, Balancer(num_replicas, policy), COST)
     report = fleet.run()
-    for number, each in enumerate(fleet._replicas):
-        given = [request for request, route in zip(work.requests, fleet._routes, strict=True) if route == number]
+    for number, each in enumerate(fleet.replicas):
+        given = [request for request, route in zip(work.requests, fleet.routes, strict=True) if route == number]
         alone = Simulation(replace(work, requests=tuple(given)), CONFIG, COST).run()
         assert each.fingerprint == alone.fingerprint
         assert [outcome.in_ps for outcome in each.replay().outcomes] == [outcome.in_ps for outcome in alone.outcomes]
-    assert report.requests_completed + report.requests_refused == report.requests == len(fleet._routes)
+    assert report.requests_completed + report.requests_refused == report.requests == len(fleet.routes)
 
 
 @settings(max_examples=60)
@@ -85,14 +85,15 @@ def test_after_a_run_the_balancer_has_the_contents_of_every_replica(
     fleet = Fleet(work, CONFIG, Balancer(num_replicas, policy), COST)
     fleet.run()
     known: list[dict[bytes, None]] = [{} for _ in range(num_replicas)]
-    for content, holders in fleet.balancer._holders.items():
+    for content, holders in fleet.balancer.state().holders.items():
         for number in range(num_replicas):
             if holders >> number & 1:
                 known[number][content] = None
-    for number, each in enumerate(fleet._replicas):
+    for number, each in enumerate(fleet.replicas):
         assert fleet.balancer.load(number) == 0
-        held = each.scheduler._kv.prefix.blocks.values()
-        assert dict.fromkeys(sorted(held)) == dict.fromkeys(sorted(known[number]))
+        held = each.scheduler.state()
+        contents = [held.contents[content] for _, content in held.kv.published]
+        assert dict.fromkeys(sorted(contents)) == dict.fromkeys(sorted(known[number]))
 
 
 def test_equal_fleets_give_equal_bytes_and_another_policy_different_routes() -> None:

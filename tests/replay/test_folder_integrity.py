@@ -22,27 +22,25 @@ from lockstep.replay.verify import verify, verify_recording
 from lockstep.worker.flight.content import write_text
 from lockstep.worker.flight.entries import SUFFIX
 from lockstep.worker.flight.folder import TEXT_SUFFIX, FolderManifest, State, manifest_files, read_manifest
-from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import TokenizerPayload
 from tests.replay.recordings import mark_as_killed
-from tests.replay.rotations import allow_many_files, run_flight
+from tests.replay.rotations import many_files, run_flight
 from tests.replay.routing import History
 
 SUFFIXES = (SUFFIX, PLAN_SUFFIX, ROUTE_SUFFIX, TEXT_SUFFIX)
 
 
-def record_all(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def record_all(folder: Path, seed: int) -> None:
     """Record two files or more of each kind."""
-    allow_many_files(monkeypatch)
     run_flight(folder, seed, num_requests=20, file_bytes=1000)
     write_text(FolderManifest(folder), TokenizerPayload("{}", f"template {seed}", None, None, ()))
     # Large enough that no file fills up between two looks: the fourth would take the place of the first.
-    plans = PlanRecorder(TraceOptions(str(folder), 16 << 16))
+    plans = PlanRecorder(many_files(folder, 16 << 16))
     observed, policy = Observed((), 1000), PlanPolicy()
     while len(files_in(folder, PLAN_SUFFIX)) < 3:
         plans.planned(observed, 1.0, policy, plan(observed, 1.0, policy))
     plans.close()
-    routes = History(RouteRecorder(TraceOptions(str(folder), 4 << 22)), seed)
+    routes = History(RouteRecorder(many_files(folder, 4 << 22)), seed)
     while len(files_in(folder, ROUTE_SUFFIX)) < 3:
         routes.live(40)
     routes.recorder.close()
@@ -51,8 +49,7 @@ def record_all(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        record_all(folder, 3, monkeypatch)
+    record_all(folder, 3)
     for suffix in SUFFIXES:
         assert len(list(folder.glob(f"*{suffix}"))) > 1, suffix
     return folder
@@ -186,10 +183,9 @@ def test_an_open_file_with_more_bytes_than_listed_is_not_a_fault(folder: Path) -
     assert found.is_in_order(allows_gaps=False)
 
 
-def test_folders_of_two_machines_can_be_merged(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_two_machines_can_be_merged(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    monkeypatch.setattr("lockstep.worker.flight.files.os.getpid", lambda: 7)
-    record_all(other, 4, monkeypatch)
+    record_all(other, 4)
     lost = max(other.glob(f"*{PLAN_SUFFIX}"))
     for path in other.iterdir():
         shutil.copy(path, folder / path.name)

@@ -24,7 +24,7 @@ from lockstep.worker.flight.entries import OutputDigest, RequestDigest
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Submit
 from tests.replay.recordings import POOL
-from tests.replay.rotations import MAX_FILES, allow_many_files
+from tests.replay.rotations import MAX_FILES, many_files
 from tests.worker.support import running
 
 NUM_REQUESTS = 24
@@ -34,10 +34,7 @@ NUM_REQUESTS = 24
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small files of two engines under pressure, with content; every request has a name, and two share one."""
     folder = tmp_path_factory.mktemp("timelines")
-    trace = TraceOptions(str(folder), MAX_FILES * 4096, has_content=True)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        allow_many_files(monkeypatch)
-        ask_everything(trace)
+    ask_everything(many_files(folder, MAX_FILES * 4096, has_content=True))
     return folder
 
 

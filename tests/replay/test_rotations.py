@@ -16,7 +16,7 @@ from lockstep.errors import TraceError
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
 from lockstep.replay.verify_report import DivergedError, Verification
-from tests.replay.rotations import allow_many_files, run_flight
+from tests.replay.rotations import run_flight
 
 NUM_ROTATIONS = 200
 NUM_ROTATIONS_SLOW = 10_000
@@ -46,10 +46,7 @@ def rotate(
 
 
 @pytest.mark.parametrize("num_rotations", [NUM_ROTATIONS, pytest.param(NUM_ROTATIONS_SLOW, marks=pytest.mark.slow)])
-def test_recordings_verify_if_requests_ended_before_a_rotation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rotations: int
-) -> None:
-    allow_many_files(monkeypatch)
+def test_recordings_verify_if_requests_ended_before_a_rotation(tmp_path: Path, num_rotations: int) -> None:
     seed = random.randrange(1 << 30) if num_rotations == NUM_ROTATIONS_SLOW else 1
     seen, faulty = rotate(tmp_path / "flight", seed, num_rotations)
     assert not faulty, f"of seed {seed}: {faulty[0]}"
@@ -73,7 +70,6 @@ def test_a_state_that_empty_plans_change_is_detected_in_a_checkpoint(
         kept = plain_state(self)
         return kept._replace(next_id=kept.next_id << 8 | len(self._pending_seqs))
 
-    allow_many_files(monkeypatch)
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     monkeypatch.setattr(Scheduler, "state", state)
     _, faulty = rotate(tmp_path / "flight", 1, NUM_ROTATIONS)
@@ -85,7 +81,6 @@ def test_a_state_that_empty_plans_change_is_detected_in_a_checkpoint(
 
 def test_checkpoints_of_another_version_are_skipped_and_every_step_is_decided(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as other:
-        allow_many_files(other)
         other.setattr("lockstep.worker.flight.recorder.STATE_VERSION", 0)
         run_flight(tmp_path, 3, num_requests=30, file_bytes=2000)
     trace = open_trace(tmp_path)

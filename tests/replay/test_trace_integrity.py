@@ -24,7 +24,7 @@ from lockstep.replay.trace_integrity import Kind, Part, arranged
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.options import TraceOptions
 from tests.replay.recordings import files_of, mark_as_killed
-from tests.replay.rotations import allow_many_files, run_flight
+from tests.replay.rotations import run_flight
 
 NUM_FILES = 7
 """Minimum number of files of the damaged recording."""
@@ -34,10 +34,8 @@ Files = list[Path]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Files of a recording of one run with its manifest, by name."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        allow_many_files(monkeypatch)
-        folder = tmp_path_factory.mktemp("whole")
-        run_flight(folder, 3, num_requests=30, file_bytes=1000)
+    folder = tmp_path_factory.mktemp("whole")
+    run_flight(folder, 3, num_requests=30, file_bytes=1000)
     assert len(files_of(folder)) >= NUM_FILES
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -229,10 +227,9 @@ def test_engines_are_counted_once_whatever_is_missing(folder: Path) -> None:
     assert verify(open_trace(folder)).counts["engines"] == 1
 
 
-def test_missing_plans_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_plans_are_detected(tmp_path: Path) -> None:
     """Files of the planner, beside those of the device."""
-    monkeypatch.setattr("lockstep.worker.flight.files.NUM_FILES", 1 << 12)
-    recorder = PlanRecorder(TraceOptions(str(tmp_path), 16 << 12))
+    recorder = PlanRecorder(TraceOptions(str(tmp_path), 16 << 12, num_files=1 << 12))
     observed, policy = Observed((), 1000), PlanPolicy()
     while len(files_in(tmp_path, PLAN_SUFFIX)) < 4:
         recorder.planned(observed, 1.0, policy, plan(observed, 1.0, policy))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+from fastapi import APIRouter
 
-from lockstep.server.app import create_app
+from lockstep.server.app import ROUTERS, create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestObserver
 from tests.cluster.support import one_model
@@ -26,12 +27,13 @@ async def client_of(
     options: ServerOptions | None = None,
     observers: tuple[RequestObserver, ...] = (),
     headers: dict[str, str] | None = None,
+    routers: Sequence[APIRouter] = ROUTERS,
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of an application that serves a model as `NAME` (alias ``alpha``), in this process."""
     cluster = one_model(source, (NAME, "alpha"))
     await cluster.start()
     try:
-        transport = httpx2.ASGITransport(app=create_app(cluster, options, observers))
+        transport = httpx2.ASGITransport(app=create_app(cluster, options, observers, routers=routers))
         async with httpx2.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
             yield client
     finally:

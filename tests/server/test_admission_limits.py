@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.engine.outputs import RequestOutput, Timings
-from lockstep.server import app as app_module
 from lockstep.server.admission import RateLimits, TokenBucket
 from lockstep.server.answer_response import conclude
 from lockstep.server.app import create_app
@@ -89,7 +88,7 @@ async def test_a_key_over_its_request_rate_gets_429_with_a_retry_time() -> None:
         assert other.status_code == 200
 
 
-async def test_answers_are_charged_to_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_are_charged_to_their_key() -> None:
     """Usage comes from the record, whoever filled it."""
     router = APIRouter()
 
@@ -97,8 +96,7 @@ async def test_answers_are_charged_to_their_key(monkeypatch: pytest.MonkeyPatch)
     async def cost(request: Request) -> None:
         conclude(context_of(request), [RequestOutput(1, (1,) * 50, (), 0, 0, Timings(0.0, None, 0.0))])
 
-    monkeypatch.setattr(app_module, "ROUTERS", (router,))
-    async with client_of(options=ServerOptions(tokens_per_minute=40)) as client:
+    async with client_of(options=ServerOptions(tokens_per_minute=40), routers=(router,)) as client:
         assert [(await client.post("/cost")).status_code for _ in range(2)] == [200, 429]
 
 

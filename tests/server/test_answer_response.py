@@ -17,7 +17,6 @@ from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.server import answer_response
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext
@@ -184,11 +183,12 @@ class Endless(Cluster):
             self.is_closed = True
 
 
-async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_response, "MAX_STALL_S", 0.1)
+async def test_a_client_that_takes_nothing_at_all_is_left() -> None:
     cluster = Endless(Manifest.of_model("stub://alpha", ("alpha",)))
     records: list[RequestContext] = []
-    app = create_app(cluster, ServerOptions(ping_interval_s=0.05), [lambda record, _: records.append(record)])
+    app = create_app(
+        cluster, ServerOptions(ping_interval_s=0.05, max_stall_s=0.1), [lambda record, _: records.append(record)]
+    )
     body = json.dumps({"prompt": "x", "stream": True}).encode()
     messages = [{"type": "http.request", "body": body}]
 

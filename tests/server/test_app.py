@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core.core_schema import ErrorType
 
-from lockstep.server import app as app_module
 from lockstep.server.access_log import hashed_by
+from lockstep.server.app import ROUTERS
 from lockstep.server.body import body_fault, has_lone_surrogate, structure_fault
 from lockstep.server.errors import field_path, validation_http_error
 from lockstep.server.options import ServerOptions
@@ -226,17 +226,14 @@ def test_fields_are_named_as_clients_write_them(loc: tuple[int | str, ...], path
     assert field_path(loc) == path
 
 
-async def test_a_defect_is_returned_without_details_and_logged_with_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_defect_is_returned_without_details_and_logged_with_them(caplog: pytest.LogCaptureFixture) -> None:
     router = APIRouter()
 
     @router.get("/broken")
     async def broken() -> None:
         raise RuntimeError("the vault is open")
 
-    monkeypatch.setattr(app_module, "ROUTERS", (*app_module.ROUTERS, router))
-    async with client_of() as client:
+    async with client_of(routers=(*ROUTERS, router)) as client:
         response = await client.get("/broken", headers={"x-request-id": "r-1"})
     assert response.status_code == 500
     assert error_of(response) == {

@@ -52,7 +52,7 @@ def ask(server: Living, session: str | None, **more: object) -> tuple[str, int]:
 
 
 def faults_of(server: Living) -> list[str]:
-    return [event.fields["reason"] for event in server.cluster._state.events._kept if event.type == "kv_rejected"]
+    return [event.fields["reason"] for event in server.cluster.state.events._kept if event.type == "kv_rejected"]
 
 
 @pytest.fixture(scope="module")

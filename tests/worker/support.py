@@ -6,7 +6,9 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NoReturn, TypeVar
+
+import pytest
 
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput
@@ -17,6 +19,7 @@ from lockstep.errors import (
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.system import SYSTEM, System
 from lockstep.worker.device import DeviceWorker
+from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.kv_events import KVEventsOptions
 from lockstep.worker.messages import (
@@ -54,8 +57,16 @@ class Bench:
         self._ask_ids = itertools.count(1)
         self._said = threading.Condition()
         self.worker = DeviceWorker(self._hear, system, trace, kv_events=kv_events)
-        self.steps = threading.Thread(target=self.worker.run)
+        self.failure: BaseException | None = None
+        """The error that ended the step thread; the end of `running` raises it."""
+        self.steps = threading.Thread(target=self._run)
         self.steps.start()
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        except BaseException as error:
+            self.failure = error
 
     def _hear(self, event: Event) -> None:
         with self._said:
@@ -138,3 +149,17 @@ def running(
         bench.tell(Stop())
         bench.steps.join(HANG_S)
     assert not bench.steps.is_alive()
+    if bench.failure is not None:
+        raise bench.failure
+
+
+@contextmanager
+def broken_steps() -> Iterator[None]:
+    """Let every choice of a replica in this process fail, as a defect of the step loop does."""
+
+    def broken(*_: object, **__: object) -> NoReturn:
+        raise ZeroDivisionError("a defect")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(DeviceScheduler, "choose", broken)
+        yield

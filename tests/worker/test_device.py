@@ -190,8 +190,8 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(bench: Bench) -> No
     bench.tell(Abort("a", tuple(range(490, 500))))
     metrics = _settle(bench)
     assert not any(metrics.replicas["a"].gauges.values())
-    assert not bench.worker._admission.num_preparing
-    replica = bench.worker._registry.find("a")
+    assert not bench.worker.admission.num_preparing
+    replica = bench.worker.registry.find("a")
     assert replica is not None
     assert replica.engine.take() == ([], [], [], [])
 
@@ -225,5 +225,5 @@ def test_a_choice_that_was_compiled_needs_no_preparing_thread_again(bench: Bench
         answer = bench.answer(number).request
         assert answer is not None
         texts.append(answer.text)
-        bench.worker._admission.close()
+        bench.worker.admission.close()
     assert texts == ["intent=legal"] * 3

@@ -12,10 +12,9 @@ from lockstep.engine.engine import Engine
 from lockstep.errors import ExecutorError, QueueFullError, RequestFailedError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker import device
-from lockstep.worker.device_scheduler import DeviceScheduler
+from lockstep.worker.device import MAX_PREPARING
 from lockstep.worker.messages import Abort, LoadFailed, Submit
-from tests.worker.support import ENDLESS, Bench, ask, running
+from tests.worker.support import ENDLESS, Bench, ask, broken_steps, running
 
 
 @pytest.fixture
@@ -28,29 +27,28 @@ def broken(*_: object, **__: object) -> NoReturn:
     raise ZeroDivisionError("a defect")
 
 
-def test_a_worker_that_breaks_has_ended_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_breaks_has_ended_every_request() -> None:
     """Also those of replicas that have nothing to do with it; the error reaches whoever runs the worker."""
-    reached: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", reached.append)
     with running() as bench:
         for number, key in enumerate("ab"):
             bench.ready(key, "stub://alpha?step_ms=1")
             bench.tell(Submit(number, key, ask("x", ENDLESS)))
-        monkeypatch.setattr(DeviceScheduler, "choose", broken)
-        for number in range(2):
-            answer = bench.answer(number).request
-            assert answer is not None
-            assert isinstance(answer.error, RequestFailedError)
-            assert "the device worker failed: ZeroDivisionError('a defect')" in str(answer.error)
-        bench.steps.join()
-    assert [type(each.exc_value) for each in reached] == [ZeroDivisionError]
+        with broken_steps():
+            for number in range(2):
+                answer = bench.answer(number).request
+                assert answer is not None
+                assert isinstance(answer.error, RequestFailedError)
+                assert "the device worker failed: ZeroDivisionError('a defect')" in str(answer.error)
+            bench.steps.join()
+        failure, bench.failure = bench.failure, None
+    assert isinstance(failure, ZeroDivisionError)
 
 
 def test_an_interrupt_in_a_step_ends_its_requests_and_no_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.ready("a", "stub://alpha")
-    executor = bench.worker._registry.present[0]["a"].engine.model.executor
+    executor = bench.worker.registry.present[0]["a"].engine.model.executor
 
     def interrupted(*_: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -109,23 +107,22 @@ def test_grammars_that_are_being_prepared_are_bounded_and_can_be_aborted(
         return submit(engine, request, **more)
 
     monkeypatch.setattr(Engine, "submit", late)
-    monkeypatch.setattr(device, "MAX_PREPARING", 3)
     bench.ready("a", "stub://alpha")
-    for number in range(5):
-        constraint = Constraint.regex(f"a{{{number + 1}}}")
+    for number in range(MAX_PREPARING + 2):
+        constraint = Constraint.regex(f"a{{{min(number, 5) + 1}}}")
         bench.tell(Submit(number, "a", ask("x", SamplingParams(constraint=constraint, max_tokens=20))))
-    for number in (3, 4):
+    for number in (MAX_PREPARING, MAX_PREPARING + 1):
         error = bench.refusal(number)
         assert isinstance(error, QueueFullError)
-        assert "3 requests already wait for their grammars; try again later" in str(error)
-    bench.tell(Submit(9, "a", ask("x")))
-    assert bench.answer(9).request is not None, "one without a grammar waits for none"
+        assert f"{MAX_PREPARING} requests already wait for their grammars; try again later" in str(error)
+    bench.tell(Submit(9_000, "a", ask("x")))
+    assert bench.answer(9_000).request is not None, "one without a grammar waits for none"
     bench.tell(Abort("a", (2,)))
     is_open.set()
     for number in (0, 1):
         answer = bench.answer(number).request
         assert answer is not None
         assert answer.text == "a" * (number + 1)
-    bench.tell(Submit(10, "a", ask("x")))
-    assert bench.answer(10).request is not None
+    bench.tell(Submit(9_001, "a", ask("x")))
+    assert bench.answer(9_001).request is not None
     assert bench.checked().fault == ""

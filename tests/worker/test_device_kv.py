@@ -72,7 +72,7 @@ class Crowd:
 
     def kept(self, model: str, count: int) -> list[int]:
         """Blocks that the store has of a model's first sessions."""
-        replica = self.bench.worker._registry.find(model)
+        replica = self.bench.worker.registry.find(model)
         assert replica is not None
         assert replica.engine.sessions.kv is not None
         environment = replica.engine.sessions.kv.environment

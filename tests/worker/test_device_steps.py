@@ -43,7 +43,7 @@ def test_replicas_take_turns_by_the_weights_of_their_classes() -> None:
         assert 0.8 <= _steps_per_step(bench, 300) <= 1.25
         bench.tell(Unload("b"))
         bench.heard(Unloaded)
-        assert bench.worker._registry.claimed == {"a": Priority.CRITICAL}
+        assert bench.worker.registry.claimed == {"a": Priority.CRITICAL}
 
 
 def _steps_per_step(bench: Bench, num_steps: int) -> float:

@@ -21,7 +21,6 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker import kv_events
 from lockstep.worker.kv_events import AllBlocksCleared, KVEventPublisher, KVEventsOptions, name_of
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import Abort, PrefixCacheReset, ResetPrefixCache, Submit, Unload, Unloaded
@@ -240,11 +239,11 @@ def test_kv_events_reproduce_the_content_of_the_cache(seed: int) -> None:
             deadline_s = time.monotonic() + HANG_S
             while bench.checked().num_open:
                 assert time.monotonic() < deadline_s
-            replica = bench.worker._registry.present.replicas["r"]
-            source, held = replica.kv_events, replica.engine.scheduler._kv.prefix.blocks.values()
+            replica = bench.worker.registry.present.replicas["r"]
+            source, held = replica.kv_events, replica.engine.scheduler.state()
             assert source is not None
             told = {name_of(each) for each in source._held}
-            public = {name_of(each) for each in held} & told
+            public = {name_of(held.contents[content]) for _, content in held.kv.published} & told
             assert told == public, "nothing is told of that is not there"
             assert not told & {name_of(each) for each in secrets}
             assert not source._ended
@@ -272,17 +271,15 @@ async def test_a_worker_process_publishes_too(options: KVEventsOptions, heard: H
 
 
 def test_batches_that_cannot_be_sent_are_dropped_and_leave_gaps_in_the_numbers(
-    options: KVEventsOptions, heard: Heard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    options: KVEventsOptions, heard: Heard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kv_events, "MAX_QUEUED", 3)
-    monkeypatch.setattr(kv_events, "RETRY_S", 0.01)
     Path(options.endpoint.removeprefix("ipc://")).mkdir()
-    publisher = KVEventPublisher(options)
+    publisher = KVEventPublisher(msgspec.structs.replace(options, max_queued=3, retry_s=0.01))
     for _ in range(5):
         publisher.publish("a", [AllBlocksCleared()])
     assert publisher.num_dropped == 2
     Path(options.endpoint.removeprefix("ipc://")).rmdir()
-    until(publisher._queue.empty)
+    until(lambda: not publisher.num_queued)
     publisher.publish("a", [AllBlocksCleared()])
     assert list(heard.all_until(5)) == [0, 1, 2, 5]
     publisher.close()

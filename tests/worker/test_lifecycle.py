@@ -39,7 +39,7 @@ async def started(kind: Kind) -> AsyncIterator[SupervisedWorker]:
 
 
 def state_of(worker: SupervisedWorker, key: str) -> LoadState:
-    replica = worker._lifecycle.replica(key)
+    replica = worker.lifecycle.replica(key)
     return LoadState.GONE if replica is None else replica.state
 
 

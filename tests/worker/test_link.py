@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,8 +17,7 @@ import pytest
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker import link as links
-from lockstep.worker.link import Link, ProcessLink, SpawnedWorker, ThreadLink, WorkerOptions, open_link
+from lockstep.worker.link import Link, LinkLimits, ProcessLink, SpawnedWorker, ThreadLink, WorkerOptions, open_link
 from lockstep.worker.messages import (
     Answered,
     Ask,
@@ -61,10 +61,14 @@ class Heard:
 
 
 @asynccontextmanager
-async def linked(kind: str, source: str = "stub://alpha") -> AsyncIterator[tuple[Link, Heard]]:
+async def linked(
+    kind: str, source: str = "stub://alpha", limits: LinkLimits | None = None
+) -> AsyncIterator[tuple[Link, Heard]]:
     """A link to a worker that has one replica, ``a``."""
     heard = Heard()
-    link = await open_link(WorkerOptions("process" if kind == "process" else "thread"), heard)
+    link = await open_link(
+        WorkerOptions("process" if kind == "process" else "thread", link=limits or LinkLimits()), heard
+    )
     try:
         link.send(Load("a", source, SMALL, TrialOptions(enabled=False)))
         await heard.of(Loaded)
@@ -122,12 +126,9 @@ def fill(link: Link) -> None:
 
 
 @needs_unix
-async def test_requests_are_refused_that_a_worker_does_not_read_and_commands_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with linked("process") as (link, heard):
+async def test_requests_are_refused_that_a_worker_does_not_read_and_commands_are_not() -> None:
+    async with linked("process", limits=LinkLimits(max_unsent_bytes=1 << 20)) as (link, heard):
         assert link.pid is not None
-        monkeypatch.setattr(links, "MAX_UNSENT_BYTES", 1 << 20)
         os.kill(link.pid, signal.SIGSTOP)
         try:
             with pytest.raises(QueueFullError, match="1048576 bytes of requests already wait"):
@@ -140,11 +141,8 @@ async def test_requests_are_refused_that_a_worker_does_not_read_and_commands_are
         assert report.ask_id == 9
 
 
-async def test_requests_are_refused_that_the_receiving_thread_does_not_take(
-    monkeypatch: pytest.MonkeyPatch, gate: Gate
-) -> None:
-    async with linked("thread") as (link, heard):
-        monkeypatch.setattr(links, "MAX_COMMANDS", 0)
+async def test_requests_are_refused_that_the_receiving_thread_does_not_take() -> None:
+    async with linked("thread", limits=LinkLimits(max_commands=0)) as (link, heard):
         with pytest.raises(QueueFullError, match="0 commands already wait"):
             link.send(Submit(1, "a", ask("abc", SHORT)))
         link.send(Ask(9, AskHealth()))
@@ -176,11 +174,9 @@ async def test_a_process_that_hangs_is_killed_and_then_lost_like_any_other() -> 
 
 
 @needs_unix
-async def test_closing_ends_a_process_that_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_ends_a_process_that_does_not_stop() -> None:
     """Stopped, it reads neither the command nor the end of its stream: what is left is to kill it."""
-    monkeypatch.setattr(links, "STOP_LIMIT_S", 0.05)
-    monkeypatch.setattr(links, "EOF_LIMIT_S", 0.05)
-    async with linked("process") as (link, heard):
+    async with linked("process", limits=LinkLimits(stop_s=0.05, eof_s=0.05)) as (link, heard):
         assert link.pid is not None
         process = psutil.Process(link.pid)
         process.suspend()
@@ -189,6 +185,7 @@ async def test_closing_ends_a_process_that_does_not_stop(monkeypatch: pytest.Mon
 
 
 async def test_closing_threads_waits_for_the_step_under_way(gate: Gate) -> None:
+    before = {*threading.enumerate()}
     async with linked("thread", f"stub://alpha?step_ms={ENDLESS_MS}") as (link, _):
         assert isinstance(link, ThreadLink)
         link.send(Submit(1, "a", ask("abc", SHORT)))
@@ -198,13 +195,13 @@ async def test_closing_threads_waits_for_the_step_under_way(gate: Gate) -> None:
         assert not closing.done()
         gate.open()
         await asyncio.wait_for(closing, HANG_S)
-        assert not link._steps.is_alive()
+        assert not [each for each in {*threading.enumerate()} - before if each.name == "lockstep-steps"]
 
 
 @needs_unix
 async def test_who_opens_a_link_and_leaves_leaves_no_process() -> None:
     spawned = SpawnedWorker("text", "warning")
-    pid = spawned._process.pid
+    pid = spawned.pid
     opening = asyncio.create_task(ProcessLink.open(Heard(), spawned))
     await asyncio.sleep(0)
     opening.cancel()

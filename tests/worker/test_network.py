@@ -129,7 +129,7 @@ async def test_loads_and_unloads_are_seen_by_remote_clients_which_may_do_neither
         await eventually(lambda: guest.loaded("b") is None)
         link = await NetworkLink.open(Nobody(), address_of(owner, secret))
         link.send(Unload("a"))
-        await eventually(lambda: link._transport is not None and link._transport.is_closing())
+        await eventually(lambda: not link.is_open)
         link.send(Stop())
         assert await text_of(guest, "abc") == "[stub:alpha] ok len=3 max=40"
         assert owner.loaded("a") is not None
@@ -143,8 +143,8 @@ async def test_the_requests_of_a_gateway_that_dies_are_ended_and_no_others(secre
         await eventually(lambda: goes.loaded("a") is not None)
         going = [goes.submit("a", ask("x" * 9, SHORT)) for _ in range(3)]
         staying = stays.submit("a", ask("x" * 8, SHORT))
-        assert goes._lifecycle.link is not None
-        goes._lifecycle.link.kill()
+        assert goes.lifecycle.link is not None
+        goes.lifecycle.link.kill()
         assert await read(staying) == "[stub:alpha] ok len=8 max=40"
         stays.leave(staying)
         await all_ended(owner)
@@ -248,7 +248,7 @@ async def test_bytes_of_strangers_end_their_connection_and_nothing_else(secret: 
                 assert link._transport is not None
                 link.send(Ask(1, AskHealth())) if number % 3 == 1 else None  # another's id
                 link._transport.write(framed(junk))
-                await eventually(lambda link=link: link._transport is not None and link._transport.is_closing())  # type: ignore[misc]  # mypy infers no lambda default
+                await eventually(lambda link=link: not link.is_open)  # type: ignore[misc]  # mypy infers no lambda default
                 await link.close()
             assert await text_of(guest, "abc") == "[stub:alpha] ok len=3 max=40"
         assert await num_open(owner) == 0

@@ -24,6 +24,7 @@ from lockstep.errors import RequestFailedError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.system import SYSTEM, System
 from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.health import HealthLimits
 from lockstep.worker.lifecycle import WorkerLost, WorkerRestarted
 from lockstep.worker.link import SpawnedWorker, WorkerOptions
 from lockstep.worker.messages import SessionsChanged, StepReport
@@ -40,9 +41,11 @@ PROCESS = pytest.param(
 
 
 @asynccontextmanager
-async def running(kind: Kind, notices: list[Notice], system: System = SYSTEM) -> AsyncIterator[SupervisedWorker]:
+async def running(
+    kind: Kind, notices: list[Notice], system: System = SYSTEM, health: HealthLimits | None = None
+) -> AsyncIterator[SupervisedWorker]:
     """A worker with the replicas a and b."""
-    worker = SupervisedWorker(WorkerOptions(kind, system=system), notices.append)
+    worker = SupervisedWorker(WorkerOptions(kind, health=health or HealthLimits(), system=system), notices.append)
     await worker.start()
     try:
         await worker.load("a", "stub://alpha", SMALL, priority=Priority.CRITICAL)
@@ -256,9 +259,7 @@ async def test_a_request_to_a_replica_that_is_not_loaded_is_lost_before_it_is_se
 
 
 @pytest.mark.parametrize("kind", [PROCESS])
-async def test_a_worker_that_cannot_be_started_is_tried_again(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_worker_that_cannot_be_started_is_tried_again(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever hinders it: nobody else would ever start one."""
     notices: list[Notice] = []
     hindrances: list[Exception] = []
@@ -267,9 +268,8 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
         if hindrances:
             raise hindrances.pop()
 
-    async with running(kind, notices, WatchedSystem(hinder)) as worker:
+    async with running(kind, notices, WatchedSystem(hinder), HealthLimits(first_delay_s=0.01)) as worker:
         hindrances += RuntimeError("a defect"), OSError("no more processes")
-        monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", 0.01)
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         await eventually(lambda: any(isinstance(notice, WorkerRestarted) for notice in notices))

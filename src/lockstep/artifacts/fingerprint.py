@@ -20,14 +20,17 @@ from lockstep.errors import ArtifactNotFoundError
 _DIGEST_BYTES = 16
 _RECORD = re.compile(r"([0-9]+ [0-9]+ [0-9]+ ([0-9a-f]{32})) ([0-9a-f]{32})\n?")
 _MIN_CACHED_BYTES = 1 << 20
-_MAX_RECORDS = 4096
+MAX_RECORDS = 4096
 """Maximum number of cached records, after which the cache is cleared. Few machines have as many weight files."""
 _SETTLED_NS = 2_000_000_000
 """Minimum age of a change for caching. A more recently changed file may change again without a new timestamp."""
 
 
-def file_fingerprint(path: Path, cache_dir: Path) -> str:
+def file_fingerprint(path: Path, cache_dir: Path, max_records: int = MAX_RECORDS) -> str:
     """Fingerprint of one file's content, as 32 hex digits.
+
+    Args:
+        max_records: number of records with which the cache is cleared before another is added.
 
     Raises:
         ArtifactNotFoundError: the file cannot be read.
@@ -44,7 +47,7 @@ def file_fingerprint(path: Path, cache_dir: Path) -> str:
     except OSError as error:
         raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
     if status.st_size >= _MIN_CACHED_BYTES and time.time_ns() - status.st_mtime_ns > _SETTLED_NS:
-        _remember(record, f"{state} {digest}")
+        _remember(record, f"{state} {digest}", max_records)
     return digest
 
 
@@ -68,12 +71,12 @@ def _recall(record: Path, state: str) -> str | None:
     return found[2]
 
 
-def _remember(record: Path, content: str) -> None:
+def _remember(record: Path, content: str, max_records: int) -> None:
     """Write a record atomically. Errors are ignored."""
     with contextlib.suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
         present = list(record.parent.iterdir())
-        if len(present) >= _MAX_RECORDS:
+        if len(present) >= max_records:
             for old in present:
                 old.unlink()
         handle, temporary = tempfile.mkstemp(dir=record.parent, prefix=".new-")

@@ -44,7 +44,8 @@ class TimedExchange:
 class _Connection(asyncio.Protocol):
     """One connection that carries one exchange at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
         self.exchange: TimedExchange | None = None
         self.is_open = True
         self._done: asyncio.Future[None] | None = None
@@ -89,8 +90,8 @@ class _Connection(asyncio.Protocol):
             return
         exchange.reads.append((self._now_s, body))
         exchange.num_bytes += len(body)
-        if exchange.num_bytes > MAX_BODY_BYTES:
-            self._end(f"the answer is longer than {MAX_BODY_BYTES} bytes")
+        if exchange.num_bytes > self._max_body_bytes:
+            self._end(f"the answer is longer than {self._max_body_bytes} bytes")
             self.close()
 
     def on_message_complete(self) -> None:
@@ -115,8 +116,9 @@ class Client:
     Use it as a context manager in the event loop of the run.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._target = target
+        self._max_body_bytes = max_body_bytes
         self._tls = ssl.create_default_context() if target.tls else None
         self._idle: list[_Connection] = []
 
@@ -157,7 +159,9 @@ class Client:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         target = self._target
-        _, connection = await loop.create_connection(_Connection, target.host, target.port, ssl=self._tls)
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self._max_body_bytes), target.host, target.port, ssl=self._tls
+        )
         return connection
 
     async def __aenter__(self) -> Client:

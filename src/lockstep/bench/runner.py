@@ -15,10 +15,9 @@ import numpy as np
 from lockstep.bench.client import Client, Outcome, TimedExchange, read_exchange
 from lockstep.bench.protocol import Target
 
-PREPARED_BYTES = 256 << 20
-"""Maximum bytes of requests that are written before the run; later requests are written just before they are due."""
-MAX_UNREAD_BYTES = 256 << 20
-"""Maximum bytes of answers that are parsed after the run; beyond it, answers are parsed during the run."""
+MAX_KEPT_BYTES = 256 << 20
+"""Maximum bytes of requests that are written before the run, and of answers that are parsed after it. Beyond it,
+requests are written just before they are due, and answers are parsed during the run."""
 _REPORT_INTERVAL_S = 0.5
 
 
@@ -65,7 +64,12 @@ class Runner:
     """One run. Cancelling `run` ends it early; `result` then has the outcomes so far."""
 
     def __init__(
-        self, clients: Sequence[Client], jobs: Sequence[PlannedRequest], max_concurrency: int | None, state: RunProgress
+        self,
+        clients: Sequence[Client],
+        jobs: Sequence[PlannedRequest],
+        max_concurrency: int | None,
+        state: RunProgress,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         self._clients = clients
         self._jobs = jobs
@@ -73,13 +77,14 @@ class Runner:
         self._progress = state
 
         self._exchanges: dict[int, tuple[TimedExchange, float]] = {}
+        self._max_kept_bytes = max_kept_bytes
         self._unread_bytes = 0
         self._origin_s = 0.0
         self.result = Run([None] * len(jobs))
 
     async def run(self) -> None:
         """Send all requests, wait for their answers, and parse them."""
-        prepared = _prepare(self._jobs)
+        prepared = _prepare(self._jobs, self._max_kept_bytes)
         reporter = asyncio.ensure_future(self._report())
         cpu_s, self._origin_s = time.process_time(), time.perf_counter()
         try:
@@ -114,7 +119,7 @@ class Runner:
         self._progress.num_failed += bool(exchange.error) or exchange.status >= 400
         self._exchanges[index] = (exchange, start_s)
         self._unread_bytes += exchange.num_bytes
-        if self._unread_bytes > MAX_UNREAD_BYTES:
+        if self._unread_bytes > self._max_kept_bytes:
             self._read(index)
 
     async def _report(self) -> None:
@@ -132,11 +137,11 @@ class Runner:
         self.result.outcomes[index] = read_exchange(exchange, start_s, self._jobs[index].prompt_tokens)
 
 
-def _prepare(jobs: Sequence[PlannedRequest]) -> dict[int, bytes]:
+def _prepare(jobs: Sequence[PlannedRequest], max_bytes: int) -> dict[int, bytes]:
     prepared: dict[int, bytes] = {}
     num_bytes = 0
     for index, job in enumerate(jobs):
-        if num_bytes > PREPARED_BYTES:
+        if num_bytes > max_bytes:
             break
         prepared[index] = job.write()
         num_bytes += len(prepared[index])
@@ -144,20 +149,25 @@ def _prepare(jobs: Sequence[PlannedRequest]) -> dict[int, bytes]:
 
 
 def run_load(
-    targets: Sequence[Target], jobs: Sequence[PlannedRequest], max_concurrency: int | None, progress: RunProgress
+    targets: Sequence[Target],
+    jobs: Sequence[PlannedRequest],
+    max_concurrency: int | None,
+    progress: RunProgress,
+    max_kept_bytes: int = MAX_KEPT_BYTES,
 ) -> Run:
     """Run all jobs, or those until Ctrl-C, in a new event loop.
 
     Args:
         targets: servers, in the order of the jobs' indices.
         max_concurrency: maximum number of open requests; None: no limit.
+        max_kept_bytes: limit of what is written before the run, and of what is parsed after it.
     """
     runners: list[Runner] = []
 
     async def whole() -> None:
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(Client(target)) for target in targets]
-            runners.append(Runner(clients, jobs, max_concurrency, progress))
+            runners.append(Runner(clients, jobs, max_concurrency, progress, max_kept_bytes))
             await runners[0].run()
 
     try:

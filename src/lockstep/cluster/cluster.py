@@ -189,6 +189,11 @@ class Cluster:
         return await self._state.worker.reset_prefix_cache()
 
     @property
+    def state(self) -> ClusterState:
+        """Current models, and the replicas that serve them."""
+        return self._state
+
+    @property
     def num_gateways(self) -> int:
         """Number of gateways that serve this cluster and share its rate limits; 1 without ``hosts:``."""
         return 1 if self._state.hosts is None else self._state.hosts.state.num_gateways

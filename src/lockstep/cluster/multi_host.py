@@ -21,16 +21,13 @@ from lockstep.cluster.sessions import Sessions, SessionUpdate
 from lockstep.cluster.snapshot import HostSnapshot, PlaceSnapshot
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.hosts.group import RouteWatcher
-from lockstep.hosts.values import Demand, GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
+from lockstep.hosts.values import Demand, GatewayLimits, GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.hosts.workers import GroupLost, HostedWorkers
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.remote_clients import read_secret
 from lockstep.worker.supervised import Notice
 
 log = logging.getLogger(__name__)
-
-MAX_REPORT_AGE_S = 5.0
-"""Age in seconds beyond which a report of the controller is not considered current; a new one arrives every second."""
 
 if TYPE_CHECKING:
     from lockstep.cluster.models import ModelSet
@@ -86,6 +83,7 @@ class MultiHostBackend:
         sessions: Sessions,
         open_controller: OpenController = ray_controller,
         routes: RouteWatcher | None = None,
+        limits: GatewayLimits | None = None,
     ) -> None:
         assert manifest.hosts is not None, "a manifest without hosts needs no controller"
         hosts = manifest.hosts
@@ -98,6 +96,7 @@ class MultiHostBackend:
         self._on_state = on_state
         self._sessions = sessions
         self._open_controller = open_controller
+        self._limits = limits or GatewayLimits()
         self._link = link_of(hosts)
         self.workers = HostedWorkers(
             self._link,
@@ -106,6 +105,7 @@ class MultiHostBackend:
             routes,
             worker,
             self._name_of,
+            self._limits,
         )
         self.replicas: Replicas | None = None
         """Replicas that follow the controller's state; the owner sets them before `start`."""
@@ -208,7 +208,7 @@ class MultiHostBackend:
     def _is_current(self) -> bool:
         """True if the controller reports and can list the hosts."""
         age_s = self.report_age_s
-        return age_s is not None and age_s < MAX_REPORT_AGE_S and not self.state.fault
+        return age_s is not None and age_s < self._limits.max_report_age_s and not self.state.fault
 
     def hosts(self) -> tuple[HostSnapshot, ...]:
         """All hosts as reported by the controller. Without a current report, hosts count as present if this gateway is

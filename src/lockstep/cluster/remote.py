@@ -19,7 +19,14 @@ from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import ModelEntry
 from lockstep.cluster.remote_exchange import CallDeadlines, Exchange, PublicTransport
-from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, RemoteRequest, ServerName, remote_request
+from lockstep.cluster.remote_messages import (
+    RETRY_AFTER_S,
+    AnswerLimits,
+    AttemptError,
+    RemoteRequest,
+    ServerName,
+    remote_request,
+)
 from lockstep.cluster.snapshot import RemoteSnapshot
 from lockstep.engine.metrics import HISTOGRAMS, Histogram
 from lockstep.engine.request import GenerationRequest
@@ -52,6 +59,9 @@ class RemoteOptions:
     backoff_s: float = BACKOFF_S
     max_connections: int = MAX_CONNECTIONS
     breaker: BreakerOptions = field(default_factory=BreakerOptions)
+    silence_s: float | None = None
+    """Maximum time in seconds without a byte of an answer; None: the entry's timeout."""
+    answer: AnswerLimits = field(default_factory=AnswerLimits)
 
 
 class RemoteModel:
@@ -80,7 +90,7 @@ class RemoteModel:
         self._system, self._clock = system, system.now_s
         self._api_key = api_key
         self._model = remote.model or entry.id
-        self._silence_s = remote.timeout_s
+        self._silence_s = remote.timeout_s if self._options.silence_s is None else self._options.silence_s
         self._server = ServerName(entry.id, remote.api_key_env)
         self._breaker = Breaker(self._options.breaker)
         self._requests_total = 0
@@ -192,7 +202,7 @@ class RemoteModel:
                 raise self._blocked_error()
             self._attempts_total += 1
             sent_s = self._clock()
-            exchange = Exchange(self._client, self._server, request, deadlines, self._silence_s)
+            exchange = Exchange(self._client, self._server, request, deadlines, self._silence_s, self._options.answer)
             try:
                 await exchange.begin()
             except AttemptError as failure:

@@ -20,6 +20,7 @@ import httpx2
 from lockstep.cluster.completion_chunks import DONE
 from lockstep.cluster.remote_messages import (
     RETRY_AFTER_S,
+    AnswerLimits,
     AttemptError,
     RemoteAnswer,
     RemoteRequest,
@@ -41,8 +42,6 @@ MAX_ERROR_BYTES = 1 << 16
 """Maximum bytes of an error body that are read."""
 REST_S = 0.05
 """Time in seconds to read what follows the end of a stream, so that its connection can be reused."""
-USAGE_S = 5.0
-"""Time in seconds to wait for the usage after all choices have ended; the answer is complete without it."""
 _OK = 200
 _EVENTS = "text/event-stream"
 T = TypeVar("T")
@@ -117,7 +116,9 @@ class Exchange:
         request: RemoteRequest,
         deadlines: CallDeadlines,
         silence_s: float,
+        limits: AnswerLimits,
     ) -> None:
+        self._limits = limits
         self._client = client
         self._server = server
         self._request = request
@@ -126,7 +127,7 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._loop.time()
         self._queue_s = 0.0
-        self._answer = RemoteAnswer(server, request, self._sent_s)
+        self._answer = RemoteAnswer(server, request, self._sent_s, limits)
         self._response: httpx2.Response | None = None
         self._events: AsyncGenerator[httpx2.ServerSentEvent] | None = None
         self._first: httpx2.ServerSentEvent | None = None
@@ -183,7 +184,7 @@ class Exchange:
             if answer.is_finished and answer.is_cut:
                 break
             if answer.is_finished:
-                usage_until_s = min(usage_until_s, self._loop.time() + USAGE_S)
+                usage_until_s = min(usage_until_s, self._loop.time() + self._limits.usage_s)
                 event = await self._usage_event(usage_until_s)
             else:
                 text = f"{self._server} sent nothing for {self._silence_s:g} s in the middle of its answer"

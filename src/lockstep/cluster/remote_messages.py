@@ -55,11 +55,6 @@ _STRUCTURED: Mapping[ConstraintKind, str] = {
 
 _SENT_OTHERWISE = ("logprobs", "constraint")
 """Sampling parameters that are rejected or sent in another form."""
-MAX_ANSWER_CHARS = 1 << 22
-"""Maximum characters of an answer: all choices, reasoning and tool calls together. A longer answer is cut off, because
-the server must be malfunctioning."""
-MAX_EMPTY_EVENTS = 1 << 16
-"""Maximum number of empty events in a row; no keep-alive of a working server sends so many."""
 _ENDINGS: Mapping[str, FinishReason] = {
     "stop": FinishReason.STOP,
     "tool_calls": FinishReason.STOP,
@@ -186,18 +181,33 @@ class _PartialChoice:
         self.stop_reason: int | str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """Limits beyond which the other server must be malfunctioning."""
+
+    max_chars: int = 1 << 22
+    """Maximum characters of an answer: all choices, reasoning and tool calls together. A longer answer is cut off."""
+    max_empty_events: int = 1 << 16
+    """Maximum number of empty events in a row; no keep-alive of a working server sends so many."""
+    usage_s: float = 5.0
+    """Time in seconds to wait for the usage after all choices have ended; the answer is complete without it."""
+
+
 class RemoteAnswer:
     """Answer assembled from the events of one stream.
 
     The answer is complete when all requested choices have ended. If the server sends more pieces of a choice than
-    `max_tokens`, it ignored the limit, and the choice is cut off. Without `max_tokens`, only `MAX_ANSWER_CHARS` limits
+    `max_tokens`, it ignored the limit, and the choice is cut off. Without `max_tokens`, only `AnswerLimits` limits
     the answer.
 
     Args:
         sent_s: when the request was sent, on the clock of the other times.
     """
 
-    def __init__(self, server: ServerName, request: RemoteRequest, sent_s: float) -> None:
+    def __init__(
+        self, server: ServerName, request: RemoteRequest, sent_s: float, limits: AnswerLimits | None = None
+    ) -> None:
+        self._limits = limits or AnswerLimits()
         self._server = server
         self._request = request
         self._sent_s = sent_s
@@ -232,8 +242,8 @@ class RemoteAnswer:
             self._usage = chunk.usage
         outputs = [output for choice in chunk.choices for output in self._outputs(choice, now_s)]
         self._num_empty = 0 if outputs else self._num_empty + 1
-        if self._num_empty > MAX_EMPTY_EVENTS:
-            raise self._malformed(f"more than {MAX_EMPTY_EVENTS} empty events in a row")
+        if self._num_empty > self._limits.max_empty_events:
+            raise self._malformed(f"more than {self._limits.max_empty_events} empty events in a row")
         return outputs
 
     def end(self, now_s: float, queue_s: float) -> TokenOutput:
@@ -278,7 +288,7 @@ class RemoteAnswer:
             if has_news and not self.is_cut:
                 raise self._malformed(f"more of choice {choice.index} after its end")
             return []
-        is_over = so_far.num_pieces == self._request.max_tokens or self._num_chars > MAX_ANSWER_CHARS
+        is_over = so_far.num_pieces == self._request.max_tokens or self._num_chars > self._limits.max_chars
         if has_news and is_over and choice.finish_reason is None:
             self.is_cut = True
             return self._ended(choice.index, FinishReason.LENGTH, None)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy, bits_of
 from lockstep.core.prefix import ContentNews
 from lockstep.system import SYSTEM, System
 from lockstep.worker.flight.content import Digests
 from lockstep.worker.flight.entries import EntryStruct, Runs, runs_of
+from lockstep.worker.flight.files import TraceReport
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.flight.writer import RecordingWriter, guarded
 
@@ -29,12 +31,11 @@ SHARE = 4
 MAX_PENDING_BYTES = 1 << 14
 """Size of collected entries in bytes from which they are queued for the disk. A choice is queued at once, with the
 entries before it."""
-MAX_CONTENTS = 1 << 19
-"""Maximum number of contents at the beginning of a file, counted for each replica of all groups."""
 DEFECT = "a defect of the recorder ended the recording of routes; the log has the exception"
 NO_REPLICA = -1
 """Number in place of the replica if none was available."""
-TOO_LARGE = f"replicas hold more than {MAX_CONTENTS:,} blocks, the maximum at the beginning of a file of routes"
+TOO_LARGE = "replicas hold more than {:,} blocks, the maximum at the beginning of a file of routes"
+"""Fault of a recorder whose replicas hold too many contents, counted for each replica of all groups."""
 
 
 class _GroupEntry(EntryStruct, frozen=True):
@@ -191,6 +192,8 @@ class RouteRecorder:
         self._digests = Digests(options.secret())
         self._writer = RecordingWriter(options.share(SHARE), ROUTE_SUFFIX, self._digests.key_name, system)
         self._files = self._writer.files
+        self._max_contents = 2 * options.max_contents
+        self._too_large = TOO_LARGE.format(self._max_contents)
         self._groups: dict[str, _Group] = {}
         self._num_groups = 0
         self._fault = ""
@@ -241,7 +244,12 @@ class RouteRecorder:
     @property
     def fault(self) -> str:
         """Reason why nothing is being recorded now; empty: it is."""
-        return self._fault or self._files.report().fault
+        return self.report().fault
+
+    def report(self) -> TraceReport:
+        """State of the recording."""
+        report = self._files.report()
+        return replace(report, fault=self._fault) if self._fault else report
 
     def close(self) -> None:
         """Write the queued entries, within a limited time."""
@@ -266,10 +274,10 @@ class RouteRecorder:
     def _begin(self) -> None:
         if self._fault == DEFECT or not self._files.wants_file():
             return
-        if sum([each.num_held for each in self._groups.values()]) > MAX_CONTENTS:
+        if sum([each.num_held for each in self._groups.values()]) > self._max_contents:
             if not self._fault:
-                log.warning("no routes are recorded: %s; requests are not affected", TOO_LARGE)
-            self._fault = TOO_LARGE
+                log.warning("no routes are recorded: %s; requests are not affected", self._too_large)
+            self._fault = self._too_large
             return
         self._writer.end(goes_on=True)
         self._writer.begin(self._put_state, gap=self._fault)

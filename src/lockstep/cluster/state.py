@@ -43,6 +43,7 @@ from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
+from lockstep.hosts.values import GatewayLimits
 from lockstep.hosts.workers import GroupLost, HostedWorkers
 from lockstep.worker.lifecycle import WorkerLost, WorkerRestarted
 from lockstep.worker.link import WorkerOptions
@@ -53,8 +54,6 @@ log = logging.getLogger(__name__)
 
 MAX_TRANSITIONS = 256
 """Number of transitions that are kept for snapshots."""
-DRAIN_S = 10.0
-"""Time in seconds that open calls get to finish before a replica is unloaded; after it they are aborted."""
 REPLACED = "replaced"
 """Reason of the unload of a replica that a new manifest no longer declares."""
 LRU_REASONS = ("room", "idle")
@@ -70,7 +69,8 @@ class ClusterOptions:
     """Load options of every model; the model's own ``engine`` block overrides them."""
     worker: WorkerOptions = field(default_factory=WorkerOptions)
     policy: PlanPolicy = field(default_factory=PlanPolicy)
-    drain_s: float = DRAIN_S
+    drain_s: float = 10.0
+    """Time in seconds that open calls get to finish before a replica is unloaded; after it they are aborted."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables from which the API keys of remote models are read."""
     kv: KVStoreOptions = field(default_factory=KVStoreOptions)
@@ -79,6 +79,7 @@ class ClusterOptions:
     """Directory of the operator's manifest. Manifests sent over HTTP may name any model in it."""
     open_controller: OpenController = ray_controller
     """Function that finds or starts the controller of a cluster on several hosts."""
+    gateway: GatewayLimits = field(default_factory=GatewayLimits)
     is_fixed: bool = False
     """True if the manifest was built from command-line flags. HTTP requests may read it but not change it."""
 
@@ -115,6 +116,7 @@ class ClusterState:
                 self.sessions,
                 options.open_controller,
                 self._routes,
+                options.gateway,
             )
             self.worker = self.hosts.workers
         self.events = EventLog(self.system.unix_time_s)
@@ -270,8 +272,7 @@ class ClusterState:
         kv, resources = self.options.kv, manifest.resources
         host_bytes = kv.host_bytes if resources.swap_bytes is None else resources.swap_bytes
         disk_bytes = kv.disk_bytes if resources.disk_kv_budget_bytes is None else resources.disk_kv_budget_bytes
-        wanted = replace(kv, host_bytes=host_bytes, disk_bytes=disk_bytes)
-        self.worker.open_store(self._host_store.opened(wanted))
+        self.worker.open_store(self._host_store.opened(replace(kv, host_bytes=host_bytes, disk_bytes=disk_bytes)))
 
     def pin(self, replica: ReplicaState, models: ModelSet) -> None:
         """Update a replica's pinning and priority from the models that share it."""
@@ -292,8 +293,8 @@ class ClusterState:
 
     def warnings(self) -> tuple[str, ...]:
         """Warnings for the operator that do not stop the cluster from serving."""
-        recorders = (self._plans, self._routes)
-        faults = (self.worker.recording_fault, *(each.fault for each in recorders if each is not None))
+        recorders = [each.fault for each in (self._plans, self._routes) if each is not None]
+        faults = (self.worker.recording_fault, *recorders)
         why = "; ".join(dict.fromkeys(filter(None, faults)))
         recording = f"recording has stopped: {why}; requests are still served" if why else ""
         hosts = () if self.hosts is None else self.hosts.warnings()

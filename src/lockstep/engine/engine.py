@@ -55,6 +55,7 @@ class Engine:
         store: KV store outside of the device; None: there is none.
         kv_class: priority of this engine's blocks in the store; larger numbers are evicted first.
         wake: called by any thread when there is work that no client submitted.
+        idle_wait_s: longest wait of `run` before it checks for work again.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class Engine:
         store: KVStore | None = None,
         kv_class: int = 0,
         wake: Callable[[], None] | None = None,
+        idle_wait_s: float = IDLE_WAIT_S,
     ) -> None:
         self.model = model
+        self._idle_wait_s = idle_wait_s
         self.config = config
         self.scheduler = Scheduler(config, recorder)
         self._inbox = Inbox()
@@ -247,7 +250,7 @@ class Engine:
         try:
             while not self._inbox.is_closed:
                 if not self._advance() and not self.sessions.has_work:
-                    self.wait(IDLE_WAIT_S)  # returns at once if a request came since the last wait
+                    self.wait(self._idle_wait_s)  # returns at once if a request came since the last wait
             self.abort_all()
         except BaseException as error:
             self._inbox.close(f"this engine failed and takes no requests ({error!r}); load the model again")
@@ -279,7 +282,7 @@ class Engine:
             if self.has_work:
                 self.step()
             else:  # the store is still loading blocks
-                self.wait(IDLE_WAIT_S)
+                self.wait(self._idle_wait_s)
 
     def abort_all(self) -> None:
         """Abort every request, waiting or running, because the engine is about to stop."""

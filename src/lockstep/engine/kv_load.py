@@ -8,14 +8,23 @@ from collections.abc import Callable, Sequence
 
 from lockstep.executors.base import Blocks
 
-MAX_AHEAD_BYTES = 32 << 20
-"""Maximum size of contents that were read for one chain and not taken yet."""
-
 
 class ChainLoad:
-    """A chain that is being loaded: read by the store's thread, taken by an engine's thread."""
+    """A chain that is being loaded: read by the store's thread, taken by an engine's thread.
 
-    def __init__(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> None:
+    Args:
+        max_ahead_bytes: maximum size of contents that were read and not taken yet.
+    """
+
+    def __init__(
+        self,
+        environment: bytes,
+        hashes: Sequence[bytes],
+        num_bytes: int,
+        wake: Callable[[], None],
+        max_ahead_bytes: int,
+    ) -> None:
+        self._max_ahead_bytes = max_ahead_bytes
         self.environment = environment
         self.hashes = tuple(hashes)
         self.num_bytes = num_bytes
@@ -43,7 +52,7 @@ class ChainLoad:
     @property
     def needs_more(self) -> bool:
         """True if the next block should be read."""
-        return not self.is_over and (self.num_read - self.num_taken) * self.num_bytes < MAX_AHEAD_BYTES
+        return not self.is_over and (self.num_read - self.num_taken) * self.num_bytes < self._max_ahead_bytes
 
     def put(self, content: Blocks) -> None:
         """Add the next block's content, unless the load is over."""

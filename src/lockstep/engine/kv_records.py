@@ -40,9 +40,11 @@ class SessionRecords:
 
     Args:
         tier: tier of the files; None: records are not written.
+        max_records: beyond it, the least recently used one is removed.
     """
 
-    def __init__(self, tier: BlockFiles | None) -> None:
+    def __init__(self, tier: BlockFiles | None, max_records: int = MAX_RECORDS) -> None:
+        self._max_records = max_records
         self.tier = tier
         self._records: OrderedDict[str, SessionRecord] = OrderedDict()
         """Records by file name, least recently used first."""
@@ -82,7 +84,7 @@ class SessionRecords:
         before = self._remove(name)
         self._count(name, record)
         changed = {name: tuple(key for key in before if not self.needs(key))}
-        if len(self._records) > MAX_RECORDS:
+        if len(self._records) > self._max_records:
             oldest = next(iter(self._records))
             changed[oldest] = self._remove(oldest)
         return changed
@@ -124,7 +126,7 @@ class SessionRecords:
             log.warning("%s: session records cannot be read: %s", folder, error.strerror)
             return
         for state, path in sorted(found, key=lambda each: (-each[0].st_mtime_ns, each[1].name)):
-            record = _record_in(path) if len(self._records) < MAX_RECORDS else None
+            record = _record_in(path) if len(self._records) < self._max_records else None
             if record is None:
                 with suppress(OSError):
                     path.unlink()

@@ -26,10 +26,6 @@ from lockstep.system import SYSTEM, System
 
 log = logging.getLogger(__name__)
 
-MAX_SAVING_BYTES = 64 << 20
-"""Maximum size of contents that wait to be written. Engines keep the rest on the device until there is room."""
-MAX_UNWRITTEN_RECORDS = 4096
-"""Maximum number of session records that wait to be written. Beyond it, the oldest ones are dropped."""
 JOIN_LIMIT_S = 1.0
 """Time limit for the block that is being read or written when the store is closed."""
 
@@ -70,7 +66,7 @@ class KVStore:
         self.system = system
         self._on_fault = on_fault
         self.tiers = KVTiers(options, on_fault, system)
-        self._records = SessionRecords(self.tiers.slowest)
+        self._records = SessionRecords(self.tiers.slowest, self.options.max_records)
         self._jobs: OrderedDict[object, _Job] = OrderedDict()
         """Jobs in the order in which they are done. A job that is queued again moves to the end."""
         self._classes: dict[bytes, WeakKeyDictionary[object, int]] = {}
@@ -113,7 +109,7 @@ class KVStore:
     @property
     def can_save(self) -> bool:
         """True if more contents may wait to be written."""
-        return self._saving_bytes < MAX_SAVING_BYTES
+        return self._saving_bytes < self.options.max_saving_bytes
 
     def call_when_ready(self, wake: Callable[[], None]) -> None:
         """Call `wake` once when more contents may wait to be written; at once if they may now."""
@@ -153,7 +149,7 @@ class KVStore:
 
     def load(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> ChainLoad:
         """Begin to read a chain, up to the first block that is not available."""
-        load = ChainLoad(environment, hashes, num_bytes, wake)
+        load = ChainLoad(environment, hashes, num_bytes, wake, self.options.max_ahead_bytes)
         with self._changed:
             if self._is_closing:
                 load.cancel()
@@ -262,14 +258,13 @@ class KVStore:
         """Queue the write or removal of a session's record, and the removal of blocks that no session needs."""
         self._unwritten[name] = [*self._unwritten.pop(name, ()), *keys]
         self._put(name, partial(self._write, name))
-        if len(self._unwritten) <= MAX_UNWRITTEN_RECORDS:
+        most = self.options.max_unwritten_records
+        if len(self._unwritten) <= most:
             return
         oldest, _ = self._unwritten.popitem(last=False)
         self._jobs.pop(oldest, None)
-        if self.num_lost_records % MAX_UNWRITTEN_RECORDS == 0:
-            self.report_fault(
-                f"{MAX_UNWRITTEN_RECORDS} session records wait to be written; older ones are dropped (slow disk)"
-            )
+        if self.num_lost_records % most == 0:
+            self.report_fault(f"{most} session records wait to be written; older ones are dropped (slow disk)")
         self.num_lost_records += 1
 
     # -- the store's thread ---------------------------------------------------------------------------------------
@@ -335,7 +330,7 @@ class KVStore:
         self.tiers.resize(options)
         if self.tiers.slowest is self._records.tier:
             return
-        records = SessionRecords(self.tiers.slowest)
+        records = SessionRecords(self.tiers.slowest, self.options.max_records)
         with self._changed:
             self._records, others = records, self._records
             for record in others.all():

@@ -18,6 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey, HostFolder, claim_host_folder, host_fault
+from lockstep.engine.kv_records import MAX_RECORDS
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 from lockstep.system import SYSTEM, System
@@ -44,6 +45,14 @@ class KVStoreOptions(msgspec.Struct, frozen=True):
     disk_bytes: int = 0
     check_share: float = 0.0
     """Share of loaded chains whose first block is recomputed and compared."""
+    max_records: int = MAX_RECORDS
+    """Maximum number of session records. Beyond it, the least recently used one is removed."""
+    max_unwritten_records: int = 4096
+    """Maximum number of session records that wait to be written. Beyond it, the oldest ones are dropped."""
+    max_saving_bytes: int = 64 << 20
+    """Maximum size of contents that wait to be written. Engines keep the rest on the device until there is room."""
+    max_ahead_bytes: int = 32 << 20
+    """Maximum size of contents that were read for one chain and not taken yet."""
 
     @property
     def tiers(self) -> tuple[tuple[KVTierName, str, int], ...]:

@@ -198,7 +198,8 @@ AnyGrammar = Grammar | ChoiceGrammar
 class ChoiceStates:
     """Cache of the states of a model's choices by the tokens taken, least recently used first. Threads may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_states: int = MAX_CHOICE_STATES) -> None:
+        self._max_states = max_states
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[LLMatcher, tuple[int, ...]], _ChoiceState] = OrderedDict()
 
@@ -211,10 +212,14 @@ class ChoiceStates:
                 self._known.move_to_end(key)
             return state
 
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._known)
+
     def keep(self, pristine: LLMatcher, taken: tuple[int, ...], state: _ChoiceState) -> None:
         with self._lock:
             self._known[pristine, taken] = state
-            while len(self._known) > MAX_CHOICE_STATES:
+            while len(self._known) > self._max_states:
                 self._known.popitem(last=False)
 
 

@@ -25,30 +25,58 @@ import numpy as np
 
 from lockstep.errors import InvalidParameterError, LockstepError, QueueFullError, RequestFailedError
 from lockstep.executors.constraint import COMPACT, PARAM, Constraint, ConstraintKind, schema_text
-from lockstep.executors.grammar import AnyGrammar, ChoiceGrammar, ChoiceStates, Grammar, is_panic, short_message
+from lockstep.executors.grammar import (
+    MAX_CHOICE_STATES,
+    AnyGrammar,
+    ChoiceGrammar,
+    ChoiceStates,
+    Grammar,
+    is_panic,
+    short_message,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_CACHED_GRAMMARS = 256
 MAX_COMPILE_S = 5.0
 """A last resort, since the limits below end a compilation much earlier."""
-MAX_BUILDERS = 2
 STACK_BYTES = 128 << 20
 """Measured: 16 KB per level of nesting. A level takes at least 10 bytes of the source."""
-INITIAL_LEXER_FUEL = 100_000
-STEP_LEXER_FUEL = 100_000
-MAX_LEXER_STATES = 20_000
-MAX_COPIED_BYTES = 8_192
-"""Maximum size of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and creating
-all of them takes about two units of fuel per byte: less than half of `MAX_LEXER_STATES`, and a sixth of the fuel of a
-step."""
 NUM_TRIAL_TOKENS = 16
 """Number of tokens for which a new constraint is tried, so that one that explodes is rejected instead of blocking the
 engine."""
 SENTINEL = "\x02"
 """A character that no merge crosses, put before texts if the tokenizer adds a space in front."""
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Limits of the constraints of one model."""
+
+    initial_lexer_fuel: int = 100_000
+    step_lexer_fuel: int = 100_000
+    max_lexer_states: int = 20_000
+    max_copied_bytes: int = 8_192
+    """Maximum size of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and
+    creating all of them takes about two units of fuel per byte: less than half of `max_lexer_states`, and a sixth of
+    the fuel of a step."""
+    max_cached: int = 256
+    """Maximum number of constraints that are cached."""
+    max_choice_states: int = MAX_CHOICE_STATES
+    max_builders: int = 2
+    """Maximum number of constraints that are compiled at the same time."""
+
+    def of_parser(self) -> LLParserLimits:
+        """The limits of one matcher."""
+        from llguidance import LLParserLimits
+
+        return LLParserLimits(
+            initial_lexer_fuel=self.initial_lexer_fuel,
+            step_lexer_fuel=self.step_lexer_fuel,
+            max_lexer_states=self.max_lexer_states,
+            verbose_errors=False,
+        )
 
 
 class GrammarCompiler:
@@ -61,16 +89,21 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, load_vocabulary: Callable[[], Vocabulary | None], vocab_size: int, end_token_ids: Sequence[int]
+        self,
+        load_vocabulary: Callable[[], Vocabulary | None],
+        vocab_size: int,
+        end_token_ids: Sequence[int],
+        limits: GrammarLimits | None = None,
     ) -> None:
+        self._limits = limits or GrammarLimits()
         self._load_vocabulary = load_vocabulary
         self._vocab_size = vocab_size
         self._end_token_ids = list(end_token_ids)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._checked: OrderedDict[Constraint, _Checked] = OrderedDict()
-        self._states = ChoiceStates()
-        self._deep_stack = DeepStack(STACK_BYTES, MAX_BUILDERS)
+        self._states = ChoiceStates(self._limits.max_choice_states)
+        self._deep_stack = DeepStack(STACK_BYTES, self._limits.max_builders)
 
     def build(self, constraint: Constraint, count: int = 1) -> tuple[AnyGrammar, ...]:
         """Build grammars for ``count`` sequences, each in its initial state.
@@ -120,7 +153,7 @@ class GrammarCompiler:
             checked = self._check(constraint, tokenizer)
             with self._lock:
                 self._checked[constraint] = checked
-                while len(self._checked) > MAX_CACHED_GRAMMARS:
+                while len(self._checked) > self._limits.max_cached:
                     self._checked.popitem(last=False)
         if checked.error is not None:
             raise _refused(constraint, checked.error)
@@ -144,7 +177,7 @@ class GrammarCompiler:
         matcher = self._matcher(tokenizer, source)
         if matcher.is_error():
             return _Checked("", matcher.get_error())
-        pristine = matcher.deep_copy() if _may_be_copied(constraint) else None
+        pristine = matcher.deep_copy() if _may_be_copied(constraint, self._limits.max_copied_bytes) else None
         try:
             try_grammar(Grammar(matcher, self._vocab_size), self._vocab_size)
         except RequestFailedError as error:
@@ -154,7 +187,7 @@ class GrammarCompiler:
     def _matcher(self, tokenizer: LLTokenizer, source: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        return LLMatcher(tokenizer, source, log_level=0, limits=_limits())
+        return LLMatcher(tokenizer, source, log_level=0, limits=self._limits.of_parser())
 
     def _ready_tokenizer(self, constraint: Constraint) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -239,7 +272,7 @@ def schema_fault(schema: object) -> str:
 
     try:
         source = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)  # type: ignore[arg-type]  # total=False
-        fault: str = LLMatcher.validate_grammar(source, limits=_limits())
+        fault: str = LLMatcher.validate_grammar(source, limits=GrammarLimits().of_parser())
     except BaseException as error:
         if not (isinstance(error, ValueError) or is_panic(error)):
             raise
@@ -339,20 +372,9 @@ class _Checked:
     """Matcher in its initial state, which is only copied; None: each sequence needs a new matcher."""
 
 
-def _may_be_copied(constraint: Constraint) -> bool:
+def _may_be_copied(constraint: Constraint, max_bytes: int) -> bool:
     is_choice = constraint.kind is ConstraintKind.CHOICE
-    return is_choice and sum(len(text.encode()) for text in constraint.source) <= MAX_COPIED_BYTES
-
-
-def _limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=INITIAL_LEXER_FUEL,
-        step_lexer_fuel=STEP_LEXER_FUEL,
-        max_lexer_states=MAX_LEXER_STATES,
-        verbose_errors=False,
-    )
+    return is_choice and sum(len(text.encode()) for text in constraint.source) <= max_bytes
 
 
 def _refused(constraint: Constraint, message: str) -> InvalidParameterError:

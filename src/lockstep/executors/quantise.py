@@ -21,7 +21,7 @@ Halves = npt.NDArray[np.float16]
 INT4_ZERO_POINT = 8
 _REFITS = 2
 """Rounds of scale refitting for int4. The second gains a tenth of the first one's gain, and a third gains nothing."""
-_MAX_CHUNK_VALUES = 1 << 22
+MAX_CHUNK_VALUES = 1 << 22
 """Number of values that are dequantised at a time, so that a large matrix is never completely in float32."""
 
 
@@ -59,10 +59,10 @@ def vector(tensor: Tensor, size: int) -> npt.NDArray[np.float32]:
     return values
 
 
-def int8_channels(tensor: Tensor) -> tuple[npt.NDArray[np.int8], Halves]:
+def int8_channels(tensor: Tensor, max_chunk_values: int = MAX_CHUNK_VALUES) -> tuple[npt.NDArray[np.int8], Halves]:
     """Quantise symmetrically with one scale per row: values ``[rows, columns]``, scales ``[rows, 1]``."""
     values, scales = np.empty(tensor.shape, np.int8), np.empty((tensor.shape[0], 1), np.float16)
-    for rows, weights in _chunks(tensor):
+    for rows, weights in _chunks(tensor, max_chunk_values):
         largest = np.abs(weights).max(axis=-1, keepdims=True)
         with np.errstate(over="ignore", invalid="ignore"):  # the caller rejects scales that are not finite
             scales[rows] = np.maximum((largest / 127).astype(np.float16), np.float16(2**-24))  # never 0
@@ -70,7 +70,7 @@ def int8_channels(tensor: Tensor) -> tuple[npt.NDArray[np.int8], Halves]:
     return values, scales
 
 
-def int4_groups(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], Halves]:
+def int4_groups(tensor: Tensor, max_chunk_values: int = MAX_CHUNK_VALUES) -> tuple[npt.NDArray[np.uint8], Halves]:
     """Quantise with zero point 8 and one scale per 32 values: values 0..15 ``[rows, groups, 32]``, scales ``[rows,
     groups, 1]``.
 
@@ -79,7 +79,7 @@ def int4_groups(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], Halves]:
     """
     shape = (tensor.shape[0], tensor.shape[-1] // GROUP_SIZE, GROUP_SIZE)
     values, scales = np.empty(shape, np.uint8), np.empty((*shape[:-1], 1), np.float16)
-    for rows, weights in _chunks(tensor):
+    for rows, weights in _chunks(tensor, max_chunk_values):
         grouped = weights.reshape(len(weights), *shape[1:])
         with np.errstate(over="ignore", invalid="ignore"):  # the caller rejects scales that are not finite
             values[rows], scales[rows] = _round_int4(grouped)
@@ -131,9 +131,9 @@ def _without_zeros(scale: Halves) -> Halves:
     return np.where(scale == 0, np.float16(2**-24), scale)
 
 
-def _chunks(tensor: Tensor) -> Iterator[tuple[slice, Floats]]:
+def _chunks(tensor: Tensor, max_values: int) -> Iterator[tuple[slice, Floats]]:
     """Yield rows and their weights in float32, some at a time."""
-    step = max(1, _MAX_CHUNK_VALUES // tensor.shape[-1])
+    step = max(1, max_values // tensor.shape[-1])
     for start in range(0, tensor.shape[0], step):
         rows = slice(start, min(start + step, tensor.shape[0]))
         part = replace(tensor, shape=(rows.stop - start, tensor.shape[-1]), data=tensor.data[rows])

@@ -18,7 +18,7 @@ from lockstep.core.prefix import ContentNews, block_hashes, namespace_of
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, ReplicaGoneError, WorkerLostError
-from lockstep.hosts.values import LinkOptions, ReplicaPhase, ReplicaStatus, ReplicaUse
+from lockstep.hosts.values import GatewayLimits, LinkOptions, ReplicaPhase, ReplicaStatus, ReplicaUse
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.lifecycle import WorkerLost
 from lockstep.worker.link import WorkerOptions
@@ -31,14 +31,9 @@ from lockstep.worker.supervised import Notice, SupervisedWorker
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-SILENCE_S = 10.0
-"""Time in seconds after which a silent worker on the network counts as lost. Its health is checked every second, and it
-loads no model while it serves."""
 RETRY_REJECTED_S = 5.0
 """Time in seconds until a rejected connection is tried again: a file may have been corrected or the worker
 restarted."""
-ANSWER_S = 4.0
-"""Time in seconds after which a silent worker gets no new requests."""
 
 
 class RouteWatcher(Protocol):
@@ -96,8 +91,11 @@ class Group:
         routes: RouteWatcher | None = None,
         worker: WorkerOptions | None = None,
         name: Callable[[], str] | None = None,
+        limits: GatewayLimits | None = None,
     ) -> None:
+        limits = limits or GatewayLimits()
         self.key = key
+        self._health = HealthLimits(answer_s=limits.answer_s, silence_s=limits.silence_s, load_s=limits.silence_s)
         self._worker = worker or WorkerOptions()
         self._now_s = self._worker.system.now_s
         self._name = name or (lambda: key)
@@ -140,7 +138,7 @@ class Group:
         options = WorkerOptions(
             "network",
             address=WorkerAddress(place.address, place.port, link.secret_file, link.tls_ca, link.allows_plain),
-            health=HealthLimits(answer_s=ANSWER_S, silence_s=SILENCE_S, load_s=SILENCE_S),
+            health=self._health,
             stream_interval_s=self._worker.stream_interval_s,
             system=self._worker.system,
         )

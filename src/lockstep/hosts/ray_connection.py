@@ -101,10 +101,10 @@ class Connection:
 
 
 class Calls:
-    """Blocking Ray calls, each on its own thread, with at most `MAX_CALLS` at once."""
+    """Blocking Ray calls, each on its own thread, with at most `max_calls` at once."""
 
-    def __init__(self) -> None:
-        self._slots = asyncio.Semaphore(MAX_CALLS)
+    def __init__(self, max_calls: int = MAX_CALLS) -> None:
+        self._slots = asyncio.Semaphore(max_calls)
 
     async def do(self, what: str, work: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> T:
         """Run a function that may block. A cancelled caller leaves it running to its end.

@@ -29,16 +29,22 @@ from lockstep.worker.supervised import Notice, SupervisedWorker
 
 log = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 1.0
-"""Delay in seconds after a failed load; doubled with each consecutive failure."""
-MAX_BACKOFF_S = 60.0
 SUSPECT_LOADS = 2
 """Number of workers that ended during a load before the model is first tried in a throw-away process."""
-FIRST_RESEND_S = 0.2
-"""Delay in seconds before a report that could not be delivered is sent again."""
-MAX_RESEND_S = 5.0
 CLOSE_LIMIT_S = 8.0
 """Time in seconds for the worker to end in an orderly way; its own limit is shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryDelays:
+    """Delays in seconds before something is tried again; each is doubled with each consecutive failure."""
+
+    first_load_s: float = 1.0
+    """Delay after the first failed load or start of a worker."""
+    max_load_s: float = 60.0
+    first_report_s: float = 0.2
+    """Delay before a report that could not be delivered is sent again."""
+    max_report_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,9 @@ class ReplicaHost:
         here: LocalHost,
         report: Callable[[ReplicaStatus], Awaitable[None] | None],
         store: KVStoreOptions | None = None,
+        delays: RetryDelays | None = None,
     ) -> None:
+        self._delays = delays or RetryDelays()
         self._demand = demand
         self._options = replace(
             worker, kind="process", address=None, prestarted=None, listen=_listen(link, here.address)
@@ -189,7 +197,7 @@ class ReplicaHost:
         if not isinstance(error, LockstepError):
             log.error("internal error in %s", self._label, exc_info=error)
         self._num_failures += 1
-        delay_s = backoff_s(self._num_failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        delay_s = backoff_s(self._num_failures, self._delays.first_load_s, self._delays.max_load_s)
         reason = str(error) if isinstance(error, LockstepError) else repr(error)
         log.warning("%s could not be loaded; next attempt in %.0f s: %s", self._label, delay_s, reason)
         await self._end_worker()
@@ -230,7 +238,8 @@ class ReplicaHost:
             except Exception as error:  # without this loop later changes would not be reported
                 num_failures += 1
                 log.debug("%s could not report its status: %s", self._label, error)
-                await self._options.system.sleep(backoff_s(num_failures, FIRST_RESEND_S, MAX_RESEND_S))
+                delays = self._delays
+                await self._options.system.sleep(backoff_s(num_failures, delays.first_report_s, delays.max_report_s))
                 self._is_unreported.set()
 
 

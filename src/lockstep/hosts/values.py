@@ -35,6 +35,23 @@ class LinkOptions(msgspec.Struct, frozen=True):
     """Whether prompts may be sent unencrypted between machines."""
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """Times in seconds after which a gateway gives up on workers of other hosts, and on the controller."""
+
+    answer_s: float = 4.0
+    """A worker that is silent for this time gets no new requests."""
+    silence_s: float = 10.0
+    """A worker that is silent for this time counts as lost. Its health is checked every second, and it loads no model
+    while it serves."""
+    no_replica_s: float = 15.0
+    """Calls wait for this time for a model without a replica. It runs while no replica can take a request and none is
+    starting or loading. After it, waiting calls fail, and new calls are rejected at once until a replica is available.
+    If the connections to all replicas are rejected, e.g. because of another secret, no call waits."""
+    max_report_age_s: float = 5.0
+    """A report of the controller that is older is not considered current; a new one arrives every second."""
+
+
 class GroupOptions(msgspec.Struct, frozen=True):
     """Replicas of one artifact, and a manifest's options for their placement and routing."""
 

@@ -21,16 +21,19 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, SweepResult
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.hosts.group import Group, HostedMailbox, RouteWatcher
-from lockstep.hosts.values import SLOTS_PER_REPLICA, GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
+from lockstep.hosts.values import (
+    SLOTS_PER_REPLICA,
+    GatewayLimits,
+    GroupOptions,
+    LinkOptions,
+    ReplicaPhase,
+    ReplicaStatus,
+)
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import Checked, KeptReport, Loaded, SessionsReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
 RETRY_AFTER_S = 2.0
-NO_REPLICA_S = 15.0
-"""Time in seconds that calls wait for a model without a replica. It runs while no replica can take a request and none
-is starting or loading. After it, waiting calls fail, and new calls are rejected at once until a replica is available.
-If the connections to all replicas are rejected, e.g. because of another secret, no call waits."""
 WATCH_S = 0.5
 """Interval in seconds at which silent replicas and rejected connections are checked."""
 COMING = (ReplicaPhase.STARTING, ReplicaPhase.LOADING)
@@ -65,7 +68,9 @@ class HostedWorkers:
         routes: RouteWatcher | None = None,
         worker: WorkerOptions | None = None,
         name_of: Callable[[str], str] = str,
+        limits: GatewayLimits | None = None,
     ) -> None:
+        self._limits = limits or GatewayLimits()
         self._worker = worker or WorkerOptions()
         self._system, self._now_s = self._worker.system, self._worker.system.now_s
         self.groups: dict[str, Group] = {}
@@ -114,8 +119,8 @@ class HostedWorkers:
             self._coming_s |= {place.key: now_s for place in self._places.values() if place.state in COMING}
 
     def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
-        """Error for calls to a group that has had no replica for `NO_REPLICA_S`; None: it has a replica, or calls may
-        wait.
+        """Error for calls to a group that has had no replica for `GatewayLimits.no_replica_s`; None: it has a replica,
+        or calls may wait.
 
         Args:
             since_s: when the call began to wait; None: it has just arrived.
@@ -128,7 +133,7 @@ class HostedWorkers:
         is_placed = any(place.key == replica for place in self._places.values())
         coming_s = self._coming_s.get(replica, begun_s) if is_placed else self._contact_s  # it may be next
         is_refused = group is not None and group.is_refused
-        if not is_refused and now_s - max(begun_s, coming_s) < NO_REPLICA_S:
+        if not is_refused and now_s - max(begun_s, coming_s) < self._limits.no_replica_s:
             return None
         return UnavailableError(self._why_absent(replica), retry_after_s=RETRY_AFTER_S)
 
@@ -225,7 +230,7 @@ class HostedWorkers:
         balancer = Balancer(options.num * SLOTS_PER_REPLICA, options.policy, options.max_imbalance)
         name = partial(self._name_of, key)
         notify, routes, worker = self._notify, self._routes, self._worker
-        return Group(key, self.link, balancer, self._on_group_change, notify, routes, worker, name)
+        return Group(key, self.link, balancer, self._on_group_change, notify, routes, worker, name, self._limits)
 
     async def unload(self, replica: str) -> None:
         """Close the connections to a group's replicas; the controller decides when they are unloaded."""

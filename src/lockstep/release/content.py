@@ -25,13 +25,6 @@ Members = Mapping[str, Any]
 """Members of a JSON object by name. The values of a document are `msgspec.Raw`."""
 
 MAX_LINE_BYTES = 16 << 20
-MAX_DOCUMENT_BYTES = 256 << 20
-"""Maximum size of a file that is one JSON document, after decompression."""
-MAX_UNPACKED_BYTES = 64 << 30
-"""Maximum size of a compressed file after decompression."""
-MAX_PACKING = 200
-"""Maximum compression ratio of a file that is larger than `MAX_DOCUMENT_BYTES` after decompression. Real records do not
-compress better."""
 MAX_LOOKED_AT = 1000
 """Maximum number of lines, of `MAX_LINE_BYTES` together, that are searched for the first record, since logs may begin
 with other lines."""
@@ -41,6 +34,23 @@ _CHUNK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _PARQUET, _GZIP, _ZSTD, _ZIP = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+
+
+@dataclass(frozen=True, slots=True)
+class ContentLimits:
+    """Limits of input files."""
+
+    max_document_bytes: int = 256 << 20
+    """Maximum size of a file that is one JSON document, after decompression."""
+    max_unpacked_bytes: int = 64 << 30
+    """Maximum size of a compressed file after decompression."""
+    max_packing: int = 200
+    """Maximum compression ratio of a file that is larger than `max_document_bytes` after decompression. Real records do
+    not compress better."""
+
+    def max_plain_bytes(self, num_packed_bytes: int) -> int:
+        """Maximum size after decompression of a file of this size."""
+        return min(self.max_unpacked_bytes, max(self.max_document_bytes, self.max_packing * num_packed_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,7 @@ class Content:
         return self.kind in ("csv", "parquet")
 
 
-def content_of(path: Path, plain: Path, given: Path | None = None) -> Content:
+def content_of(path: Path, plain: Path, given: Path | None = None, limits: ContentLimits | None = None) -> Content:
     """Detect the content of a file.
 
     Args:
@@ -73,10 +83,11 @@ def content_of(path: Path, plain: Path, given: Path | None = None) -> Content:
     Raises:
         EvidenceError: the file cannot be read, is incomplete, or has an unsupported kind.
     """
+    limits = limits or ContentLimits()
     source, path = path, given or path
     magic = _magic(source, path)
     if magic.startswith((_GZIP, _ZSTD, _BOM)):
-        _unpack(source, plain, magic, path)
+        _unpack(source, plain, path, limits.max_plain_bytes(source.stat().st_size))
         magic = _magic(plain, path)
     else:
         plain.symlink_to(source.absolute())
@@ -88,7 +99,7 @@ def content_of(path: Path, plain: Path, given: Path | None = None) -> Content:
         return Content(path, plain, "parquet", ())
     try:
         with plain.open("rb") as file:
-            return _content_of_text(file, path, plain)
+            return _content_of_text(file, path, plain, limits.max_document_bytes)
     except OSError as error:
         raise EvidenceError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -108,12 +119,11 @@ def _magic(path: Path, given: Path) -> bytes:
     return magic
 
 
-def _unpack(source: Path, plain: Path, magic: bytes, path: Path) -> None:
+def _unpack(source: Path, plain: Path, path: Path, most: int) -> None:
     num_bytes = 0
     try:
-        most = min(MAX_UNPACKED_BYTES, max(MAX_DOCUMENT_BYTES, MAX_PACKING * source.stat().st_size))
         with source.open("rb") as packed, plain.open("wb") as target:
-            for chunk in _content_bytes(packed, magic):
+            for chunk in _content_bytes(packed, _magic(source, path)):
                 num_bytes += len(chunk)
                 if num_bytes > most:
                     raise EvidenceError(f"{path}: more than {most >> 20:,} MiB when decompressed; decompress it first")
@@ -138,7 +148,7 @@ def _content_bytes(source: IO[bytes], magic: bytes) -> Iterator[bytes]:
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def _content_of_text(file: IO[bytes], path: Path, plain: Path) -> Content:
+def _content_of_text(file: IO[bytes], path: Path, plain: Path, max_bytes: int) -> Content:
     lines = _first_lines(file)
     if not lines:
         raise EvidenceError(f"{path}: the file contains only whitespace")
@@ -149,7 +159,7 @@ def _content_of_text(file: IO[bytes], path: Path, plain: Path) -> Content:
         if others and isinstance(_decoded(first), dict):
             return Content(path, plain, "lines", _objects(lines))
         file.seek(0)
-        found, fault = _document(file.read(MAX_DOCUMENT_BYTES + 1))
+        found, fault = _document(file.read(max_bytes + 1), max_bytes)
         if isinstance(found, dict):
             return Content(path, plain, "document", (found,))
         if found:
@@ -184,11 +194,11 @@ def _decoded(text: bytes) -> Any:
         return None
 
 
-def _document(text: bytes) -> tuple[dict[str, msgspec.Raw] | list[msgspec.Raw] | None, str]:
+def _document(text: bytes, max_bytes: int) -> tuple[dict[str, msgspec.Raw] | list[msgspec.Raw] | None, str]:
     """Members of a document, or a list of objects, or else the fault."""
-    if len(text) > MAX_DOCUMENT_BYTES:
+    if len(text) > max_bytes:
         return None, (
-            f"JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB; write one observation per line (JSONL), or "
+            f"JSON document of more than {max_bytes >> 20} MiB; write one observation per line (JSONL), or "
             "Parquet, which have no size limit"
         )
     try:

@@ -17,8 +17,17 @@ from numpy.typing import NDArray
 
 from lockstep.errors import EvidenceError
 from lockstep.release.agreement import compare_field
-from lockstep.release.facts import LABELS, compute_facts, digest_of, event_faults, is_deterministic, names_of, num_empty
-from lockstep.release.gaps import P95, pooled_p95
+from lockstep.release.facts import (
+    LABELS,
+    NUM_DRAWN,
+    compute_facts,
+    digest_of,
+    event_faults,
+    is_deterministic,
+    names_of,
+    num_empty,
+)
+from lockstep.release.gaps import MAX_SORTED, P95, pooled_p95
 from lockstep.release.joining import Joining, join
 from lockstep.release.observation import METRICS, SIDES, LeftOutReason, Side
 from lockstep.release.outputs import BOTH_SIDES, IN_SEGMENT, TRACE, comparison, has_material, resolve
@@ -158,18 +167,29 @@ MAX_NAMES = 100
 """Maximum number of values of a label in a verdict."""
 
 
-def gather(store: Store, policy: Policy | None = None) -> Evidence:
+@dataclass(frozen=True, slots=True)
+class GapSampling:
+    """Limits of what is read of the gaps between tokens; the percentiles are exact with any."""
+
+    num_drawn: int = NUM_DRAWN
+    """Approximate number of answers whose gaps are kept with their facts."""
+    max_sorted: int = MAX_SORTED
+    """Maximum number of a side's gaps that are sorted or sampled."""
+
+
+def gather(store: Store, policy: Policy | None = None, sampling: GapSampling | None = None) -> Evidence:
     """Pair the observations of a store and compare the answers.
 
     Args:
+        sampling: limits of what is read of gaps between tokens.
         policy: policy that defines how answers are compared: the field, the rules for vectors, and their precedence.
 
     Raises:
         EvidenceError: a number is invalid or negative, or the sides use different units.
     """
-    policy = policy or Policy()
+    policy, sampling = policy or Policy(), sampling or GapSampling()
     for side in SIDES:
-        compute_facts(store, side)
+        compute_facts(store, side, sampling.num_drawn)
     joining, notes = join(store)
     store.run(_ORDERED)
     segments = _segments(store)
@@ -203,7 +223,7 @@ def gather(store: Store, policy: Policy | None = None) -> Evidence:
         joining=joining,
         notes=tuple(notes),
         pairs=pairs,
-        decode_p95=pooled_p95(store),
+        decode_p95=pooled_p95(store, sampling.max_sorted),
         names={
             each: (names_of(store, baseline, each, MAX_NAMES), names_of(store, candidate, each, MAX_NAMES))
             for each in NAMED

@@ -114,9 +114,12 @@ _DIGESTED = (
 )
 
 
-def compute_facts(store: Store, side: Side) -> None:
+def compute_facts(store: Store, side: Side, num_drawn: int = NUM_DRAWN) -> None:
     """Create the view ``facts_`` of a side, its table ``labels_``, and its view ``observed_`` with the tokens and times
     of stream events.
+
+    Args:
+        num_drawn: approximate number of answers whose gaps are kept with their facts.
 
     Raises:
         EvidenceError: a number is not finite, is negative, or has another unit than related fields.
@@ -124,7 +127,7 @@ def compute_facts(store: Store, side: Side) -> None:
     has_events = store.rows(f"SELECT 1 FROM {side} WHERE stream_events IS NOT NULL LIMIT 1")
     store.run((_WITH_EVENTS if has_events else _WITHOUT_EVENTS).format(side=side))
     store.run(_LABELLED.format(side=side))
-    one_in = max(1, store.number(f"SELECT count(*) FROM {side}") // NUM_DRAWN)
+    one_in = max(1, store.number(f"SELECT count(*) FROM {side}") // num_drawn)
     drawn = f"CASE WHEN hash(row) % {one_in} = 0 THEN gaps END AS drawn"
     rows = f"SELECT {_COLUMNS}, {drawn} FROM observed_{side}"
     facts = store.save(

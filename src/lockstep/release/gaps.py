@@ -29,21 +29,24 @@ _NEAR = 0.005
 """Minimum distance of the two values from the percentile, as a fraction of all gaps."""
 
 
-class _Bracket(NamedTuple):
+class Bracket(NamedTuple):
     """Two values that probably enclose the percentile."""
 
     low: float
     high: float
 
 
-_NOTHING = _Bracket(math.inf, -math.inf)
+_NOTHING = Bracket(math.inf, -math.inf)
 
 
-def pooled_p95(store: Store) -> dict[int, tuple[float, float]]:
+def pooled_p95(store: Store, max_sorted: int = MAX_SORTED) -> dict[int, tuple[float, float]]:
     """95th percentiles of both sides by segment, and for `EVERYTHING`; NaN: there are no gaps.
 
     They are computed from the healthy pairs in which both sides have gaps. If there is no such pair, they are computed
     from all gaps of each side.
+
+    Args:
+        max_sorted: maximum number of a side's gaps that are sorted or sampled.
     """
     store.run(
         "CREATE TABLE healthy AS SELECT o.b, o.c, segment, b.num_gaps AS num_baseline, c.num_gaps AS num_candidate,"
@@ -51,12 +54,12 @@ def pooled_p95(store: Store) -> dict[int, tuple[float, float]]:
         " QUALIFY (num_baseline > 0 AND num_candidate > 0)"
         " OR NOT bool_or(num_baseline > 0 AND num_candidate > 0) OVER ()"
     )
-    found = [_p95_of(store, side) for side in SIDES]
+    found = [_p95_of(store, side, max_sorted) for side in SIDES]
     segments = sorted(found[0].keys() | found[1].keys())
     return {each: (found[0].get(each, math.nan), found[1].get(each, math.nan)) for each in segments}
 
 
-def _p95_of(store: Store, side: Side) -> dict[int, float]:
+def _p95_of(store: Store, side: Side, max_sorted: int) -> dict[int, float]:
     counts = {
         int(segment): int(count)
         for segment, count in store.rows(f"SELECT segment, sum(num_{side}) FROM healthy GROUP BY 1 ORDER BY 1")
@@ -65,7 +68,7 @@ def _p95_of(store: Store, side: Side) -> dict[int, float]:
     if not counts:
         return {}
     total = sum(counts.values())
-    one_in = max(1, total // MAX_SORTED)
+    one_in = max(1, total // max_sorted)
     drawn = store.columns(
         f"SELECT segment, unnest(drawn) AS gap FROM healthy JOIN (SELECT row AS {side[0]}, drawn FROM facts_{side}"
         f" WHERE drawn IS NOT NULL) USING ({side[0]}) WHERE digest % {one_in} = 0"
@@ -84,17 +87,17 @@ def _p95_of(store: Store, side: Side) -> dict[int, float]:
     return results
 
 
-def _bracket(sample: NDArray[np.float64], near: float) -> _Bracket:
+def _bracket(sample: NDArray[np.float64], near: float) -> Bracket:
     """Two values around the percentile of a sample. They are farther apart for smaller samples."""
     apart = near + 2.0 / math.sqrt(max(1, len(sample)))
     low, high = P95 - apart, P95 + apart
-    return _Bracket(
+    return Bracket(
         nearest_rank(sample, low) if low > 0 and len(sample) else -math.inf,
         nearest_rank(sample, high) if high < 1 and len(sample) else math.inf,
     )
 
 
-def _within(store: Store, side: Side, brackets: Mapping[int, _Bracket], counts: Mapping[int, int]) -> dict[int, float]:
+def _within(store: Store, side: Side, brackets: Mapping[int, Bracket], counts: Mapping[int, int]) -> dict[int, float]:
     """Percentiles by segment, for the segments whose percentile is within its bracket."""
     of_all = brackets.get(EVERYTHING, _NOTHING)
     lowest = min(bracket.low for bracket in brackets.values())

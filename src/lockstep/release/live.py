@@ -137,7 +137,10 @@ class LiveGate:
         judge: function that returns a verdict on copies of the files.
     """
 
-    def __init__(self, followers: Sequence[Follower], judge: Callable[[list[Path]], Verdict]) -> None:
+    def __init__(
+        self, followers: Sequence[Follower], judge: Callable[[list[Path]], Verdict], poll_s: float = POLL_S
+    ) -> None:
+        self._poll_s = poll_s
         self.state = GateState()
         self._followers = followers
         self._judge = judge
@@ -188,7 +191,7 @@ class LiveGate:
                 log.exception("judging failed")
                 self.state = GateState(fault="judging failed; see the gate's log for the error")
             took_s = time.monotonic() - begun
-            await asyncio.sleep(max(POLL_S, took_s * (1 / MAX_DUTY - 1)))
+            await asyncio.sleep(max(self._poll_s, took_s * (1 / MAX_DUTY - 1)))
 
 
 def app_of(gate: LiveGate, host: str, api_keys: Sequence[str] = ()) -> ASGIApp:

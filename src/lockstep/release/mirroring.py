@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from lockstep.errors import EvidenceError
-from lockstep.release.content import MAX_DOCUMENT_BYTES
+from lockstep.release.content import ContentLimits
 from lockstep.release.observation import NAMES, SIDES
 from lockstep.release.store import Store
 
@@ -38,14 +38,14 @@ def write_gate_input(store: Store, path: Path, policy: Mapping[str, Any] | None 
         begin = b"".join(b"{%s}\n" % each for each in head)
     else:
         begin = b"{" + b"".join(each + b",\n " for each in head) + b'"pairs": [\n'
-    num_bytes = 0
+    num_bytes, max_bytes = 0, ContentLimits().max_document_bytes
     try:
         with path.open("wb") as file:
             for number, line in enumerate(_lines(store)):
                 num_bytes += file.write((between if number else begin) + line.encode())
-                if not is_lines and num_bytes > MAX_DOCUMENT_BYTES - len(end):
+                if not is_lines and num_bytes > max_bytes - len(end):
                     raise EvidenceError(
-                        f"{path}: more than {MAX_DOCUMENT_BYTES >> 20} MiB, the maximum size of one document; "
+                        f"{path}: more than {max_bytes >> 20} MiB, the maximum size of one document; "
                         f"use a file name that ends in {LINES_SUFFIX}"
                     )
             file.write(end)

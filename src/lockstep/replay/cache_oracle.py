@@ -18,9 +18,11 @@ class UnboundedCache:
 
     Args:
         content_size: number of tokens per id, a multiple of the block size.
+        max_contents: maximum number of ids that are stored one by one; a workload with more has no figure.
     """
 
-    def __init__(self, content_size: int, config: SchedulerConfig) -> None:
+    def __init__(self, content_size: int, config: SchedulerConfig, max_contents: int = MAX_CONTENTS) -> None:
+        self._max_contents = max_contents
         self._config = config
         self._block_size = config.block_size
         self._per_content = content_size // config.block_size
@@ -52,7 +54,7 @@ class UnboundedCache:
             num_wanted = num_wanted - num_found if num_found == self._per_content else 0
             if num_full > num_known:
                 self._keep(content, num_full)
-        self._is_exceeded = len(self._blocks) > MAX_CONTENTS
+        self._is_exceeded = len(self._blocks) > self._max_contents
 
     def _num_known(self, content: int) -> int:
         """Number of known blocks of the id; -1: a new id."""

@@ -90,11 +90,13 @@ class Fleet:
         self.workload = workload
         self.balancer = balancer
         alone = replace(workload, requests=())
-        self._replicas = [Simulation(alone, config, cost) for _ in range(balancer.num_replicas)]
-        for each in self._replicas:
+        self.replicas = [Simulation(alone, config, cost) for _ in range(balancer.num_replicas)]
+        """The simulation of each replica; `Simulation.replay` gives its results."""
+        for each in self.replicas:
             each.scheduler.follow_contents()
         self._outcomes: list[RequestOutcome] = []
-        self._routes = array("H")
+        self.routes = array("H")
+        """Number of the replica of each request so far, in the workload's order."""
         self._why = dict.fromkeys(Why, 0)
         self._busy: list[tuple[int, int]] = []
         """Heap of the begin of each busy replica's next step."""
@@ -111,28 +113,28 @@ class Fleet:
                 )
             now_ps = request.arrival
             self._advance(now_ps)
-            hashes = self._replicas[0].hashes_of(request)
+            hashes = self.replicas[0].hashes_of(request)
             choice = self.balancer.choose(hashes)
             assert choice is not None, "a simulated fleet never withdraws a replica"
-            replica = self._replicas[choice.replica]
+            replica = self.replicas[choice.replica]
             was_idle = not replica.scheduler.has_work
             outcome = replica.arrive(request, hashes)
             self._outcomes.append(outcome)
-            self._routes.append(choice.replica)
+            self.routes.append(choice.replica)
             self._why[choice.why] += 1
             if outcome.refusal:
                 self.balancer.ended(choice.replica)
             elif was_idle:
                 heapq.heappush(self._busy, (replica.now_ps, choice.replica))
         self._advance(_END_OF_TIME_PS)
-        return self._report([each.replay() for each in self._replicas])
+        return self._report([each.replay() for each in self.replicas])
 
     def _advance(self, until_ps: int) -> None:
         """Begin all steps that begin before a time, and report the steps that ended by then to the balancer."""
         busy, ended = self._busy, self._ended
         while busy and busy[0][0] < until_ps:
             _, number = busy[0]
-            replica = self._replicas[number]
+            replica = self.replicas[number]
             tick = replica.advance(until_ps)
             assert tick is not None, "a busy replica has work"
             num_ended = 0 if tick.events is None else len(tick.events.finished)
@@ -153,7 +155,7 @@ class Fleet:
         first = replays[0]
         done = [each for each in self._outcomes if each.is_completed]
         gaps = Gaps()
-        digest = blake2b(self._routes.tobytes(), digest_size=8)
+        digest = blake2b(self.routes.tobytes(), digest_size=8)
         for each in replays:
             gaps.by_us.update(each.gaps.by_us)
             digest.update(bytes.fromhex(each.fingerprint))

@@ -229,8 +229,11 @@ class Frame(NamedTuple):
     """False: the file ends inside the frame; ``data`` is the readable part."""
 
 
-def read_frames(path: Path) -> Iterator[Frame]:
+def read_frames(path: Path, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[Frame]:
     """Frames of a file, in order.
+
+    Args:
+        max_bytes: maximum size of a frame after decompression.
 
     Raises:
         TraceError: the file cannot be read, or a frame is damaged or too large.
@@ -247,8 +250,8 @@ def read_frames(path: Path) -> Iterator[Frame]:
                 data += frame.decompress(rest)
             except zstandard.ZstdError as error:
                 raise TraceError(f"{path}: the frame at byte {offset} is damaged before byte {at}: {error}") from None
-            if len(data) > MAX_FRAME_BYTES:
-                raise TraceError(f"{path}: the frame at byte {offset} has more than {MAX_FRAME_BYTES} bytes")
+            if len(data) > max_bytes:
+                raise TraceError(f"{path}: the frame at byte {offset} has more than {max_bytes} bytes")
             taken = len(rest) - len(frame.unused_data)
             at += taken
             rest = frame.unused_data

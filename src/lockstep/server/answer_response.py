@@ -47,8 +47,6 @@ MAX_OPENING = 64
 """Maximum number of calls of one request that wait for acceptance at the same time."""
 MIN_WATCH_S = 0.05
 """Minimum interval, in seconds, between two checks for a silent stream."""
-MAX_STALL_S = 60.0
-"""Seconds after which a client that reads nothing is treated as disconnected."""
 CONNECTION_RESET = "the handler is closed"
 """Error message of uvloop for a `send` into a connection that was reset before `receive` could report it."""
 
@@ -384,7 +382,7 @@ class AnswerResponse(Response):
         interval_s = self._serving.options.ping_interval_s
         leaving = self._loop.create_task(disconnected(receive))
         try:
-            while not (leaving.done() or (self._is_sending and self._silence_s >= MAX_STALL_S)):
+            while not (leaving.done() or (self._is_sending and self._silence_s >= self._serving.options.max_stall_s)):
                 await asyncio.wait((leaving,), timeout=max(interval_s - self._silence_s, MIN_WATCH_S))
                 if self._silence_s >= interval_s:
                     self._wakeup.set()

@@ -79,6 +79,7 @@ def create_app(
     observers: Sequence[RequestObserver] = (),
     response_store: responses.ResponseStore | None = None,
     batch_store: batches.BatchStore | None = None,
+    routers: Sequence[APIRouter] = ROUTERS,
 ) -> FastAPI:
     """Create the ASGI application that serves a cluster. The caller starts and closes the cluster.
 
@@ -88,6 +89,7 @@ def create_app(
         observers: called with every finished request, in addition to the log and the counters.
         response_store: store of responses; the caller closes it. None: in memory.
         batch_store: store of files and batches; the caller closes it, and runs ``state.batches``. None: no batches.
+        routers: endpoints of the application.
     """
     serving = Serving(cluster, options or ServerOptions())
     options = serving.options
@@ -106,7 +108,8 @@ def create_app(
     app.state.response_store = response_store or responses.ResponseStore(None, options.max_stored_responses)
     app.state.batches = None if batch_store is None else batches.BatchRunner(serving, batch_store, app)
     _install_handlers(app)
-    routers = (*ROUTERS, status.debug_router) if options.enable_debug_endpoints else ROUTERS
+    if options.enable_debug_endpoints:
+        routers = (*routers, status.debug_router)
     app.state.methods = methods_of(routers)
     for router in routers:  # `include_router` would recreate all routes at the first request, which takes 0.4 s
         app.router.routes.extend(router.routes)

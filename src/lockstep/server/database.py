@@ -56,9 +56,11 @@ class Database:
         ConfigError: the file cannot be opened or created, or it has another schema.
     """
 
-    def __init__(self, path: Path, schema: Schema, system: System = SYSTEM) -> None:
+    def __init__(
+        self, path: Path, schema: Schema, system: System = SYSTEM, busy_timeout_s: float = BUSY_TIMEOUT_S
+    ) -> None:
         try:
-            self.connection = _connect(path, schema, system)
+            self.connection = _connect(path, schema, system, busy_timeout_s)
         except (OSError, sqlite3.Error) as error:
             why = "another server uses it" if schema.is_exclusive and "locked" in str(error) else str(error)
             raise ConfigError(f"{path}: {schema.kept} cannot be stored there: {why}") from error
@@ -123,11 +125,11 @@ def refusal_of(error: OSError | sqlite3.OperationalError, folder: Path, kept: st
     return StorageError(f"{text}; repair the disk, or make the folder writable") if is_broken else None
 
 
-def _connect(path: Path, schema: Schema, system: System) -> sqlite3.Connection:
+def _connect(path: Path, schema: Schema, system: System, busy_timeout_s: float) -> sqlite3.Connection:
     """Open or create a database. The connection is for one thread at a time."""
     if path != IN_MEMORY:
         system.open(path, "ab", OWNER_ONLY).close()
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     try:
         if schema.is_exclusive:  # lock the file until the connection is closed
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")

@@ -60,6 +60,8 @@ class ServerOptions:
     """Time limit in seconds for open requests after SIGTERM."""
     ping_interval_s: float = 15.0
     """Seconds without output after which a stream sends a ping."""
+    max_stall_s: float = 60.0
+    """Seconds after which a client that reads nothing is treated as disconnected."""
     max_pending_bytes: int = MIB
     """Maximum number of bytes pending for a slow reader, after which its stream is ended."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

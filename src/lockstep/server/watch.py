@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
 from lockstep.server.answer import SSE, event_frame
-from lockstep.server.answer_response import MAX_STALL_S
 from lockstep.server.cluster_routes import only_of
 from lockstep.server.errors import ERROR_RESPONSES
+from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import disconnected
 from lockstep.server.serving import Lifecycle, Traffic, serving_of
 
@@ -75,7 +75,7 @@ async def watch_events(
 
     log = serving.cluster.events
     events = log.subscribe(log.last_id if after is None else after)
-    return WatchResponse(events, is_shown, watchers, serving.lifecycle, serving.options.ping_interval_s)
+    return WatchResponse(events, is_shown, watchers, serving.lifecycle, serving.options)
 
 
 class WatchResponse(Response):
@@ -87,14 +87,14 @@ class WatchResponse(Response):
         is_shown: Callable[[ClusterEvent], bool],
         watchers: Traffic,
         lifecycle: Lifecycle,
-        ping_interval_s: float,
+        options: ServerOptions,
     ) -> None:
         super().__init__()
         self._events = events
         self._is_shown = is_shown
         self._watchers = watchers
         self._lifecycle = lifecycle
-        self._ping_interval_s = ping_interval_s
+        self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._watchers.enter()
@@ -117,27 +117,26 @@ class WatchResponse(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": SSE.headers})
-        await _put(send, b": watching\n\n")
+        await self._put(send, b": watching\n\n")
         following = asyncio.ensure_future(anext(self._events))
         try:
             while True:
-                done, _ = await asyncio.wait((following,), timeout=self._ping_interval_s)
+                done, _ = await asyncio.wait((following,), timeout=self._options.ping_interval_s)
                 if not done:
-                    await _put(send, SSE.ping)
+                    await self._put(send, SSE.ping)
                     continue
                 event = following.result()
                 following = asyncio.ensure_future(anext(self._events))
                 if self._is_shown(event):
-                    await _put(send, frame_of(event))
+                    await self._put(send, frame_of(event))
         finally:
             following.cancel()
             with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
                 await following
 
-
-async def _put(send: Send, data: bytes) -> None:
-    async with asyncio.timeout(MAX_STALL_S):
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _put(self, send: Send, data: bytes) -> None:
+        async with asyncio.timeout(self._options.max_stall_s):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def frame_of(event: ClusterEvent) -> bytes:

@@ -113,6 +113,16 @@ class DeviceWorker:
         self._has_opened_store = False
         """True once a store was opened, or opening it has failed."""
 
+    @property
+    def registry(self) -> ReplicaRegistry:
+        """Replicas of the device."""
+        return self._registry
+
+    @property
+    def admission(self) -> RequestAdmission:
+        """Requests on their way to their engines."""
+        return self._admission
+
     # -- the receiving thread -------------------------------------------------------------------------------------
 
     def handle(self, command: Command) -> None:

@@ -47,6 +47,11 @@ class HealthLimits:
     load_s: float = MAX_LOAD_SILENCE_S
     """The same limit while the worker loads, and until its first message, since imports from a cold disk may take
     long."""
+    first_delay_s: float = FIRST_DELAY_S
+    """Delay in seconds before the second restart in a row, doubled with each that follows soon after."""
+    max_delay_s: float = MAX_DELAY_S
+    """Maximum delay in seconds before a restart. Links to workers of other processes are retried after at most
+    `MAX_LINK_DELAY_S`."""
 
 
 def trouble(limits: HealthLimits, report: HealthReport | None, age_s: float) -> str:
@@ -67,7 +72,8 @@ class Pulse:
     """Health state of one worker."""
 
     def __init__(self, limits: HealthLimits, now_s: float) -> None:
-        self._limits = limits
+        self.limits = limits
+        """Limits that apply from now on."""
         self._report_s = now_s
         self.report: HealthReport | None = None
         """The last report; None: there is none yet."""
@@ -88,15 +94,15 @@ class Pulse:
     def reported(self, report: HealthReport, now_s: float) -> None:
         """Store a report."""
         self.report, self._report_s = report, now_s
-        self._num_stuck = self._num_stuck + 1 if report.waiting_s > self._limits.step_s else 0
+        self._num_stuck = self._num_stuck + 1 if report.waiting_s > self.limits.step_s else 0
 
     def trouble(self, now_s: float) -> str:
         """The reason why requests would not be answered now, in one sentence; empty: they would be."""
-        return trouble(self._limits, self.report, now_s - self._report_s)
+        return trouble(self.limits, self.report, now_s - self._report_s)
 
     def hang(self, *, is_loading: bool) -> str:
         """Describe a hang after which only a kill helps; empty: the worker does not hang."""
-        limits = self._limits
+        limits = self.limits
         if not limits.silence_s:
             return ""
         silence_s = self._num_silent * ASK_INTERVAL_S
@@ -123,10 +129,12 @@ class Restarts:
     """Schedule of restarts: immediate after the first failure; the delay doubles with each that follows soon after.
 
     Args:
+        limits: the delays between restarts.
         is_link: whether links are retried instead of starting processes.
     """
 
-    def __init__(self, *, is_link: bool = False) -> None:
+    def __init__(self, limits: HealthLimits | None = None, *, is_link: bool = False) -> None:
+        self._limits = limits or HealthLimits()
         self._is_link = is_link
         self._num_deaths = 0
         self._up_since_s: float | None = None
@@ -160,8 +168,8 @@ class Restarts:
             self._num_deaths = 0
         self._up_since_s = None
         self._num_deaths += 1
-        most_s = MAX_LINK_DELAY_S if self._is_link else MAX_DELAY_S
-        return 0.0 if self._num_deaths == 1 else backoff_s(self._num_deaths - 1, FIRST_DELAY_S, most_s)
+        most_s = MAX_LINK_DELAY_S if self._is_link else self._limits.max_delay_s
+        return 0.0 if self._num_deaths == 1 else backoff_s(self._num_deaths - 1, self._limits.first_delay_s, most_s)
 
 
 def backoff_s(num_failures: int, first_s: float, most_s: float) -> float:

@@ -40,11 +40,8 @@ log = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MODEL = "{model}"
 """Placeholder for the model's name in a topic."""
-MAX_QUEUED = 10_000
-"""Maximum number of batches that wait to be sent. Further ones are lost, and their numbers are missing."""
 MAX_REPLAYED, MAX_REPLAYED_BYTES = 10_000, 64 << 20
 """Limits of the batches that are stored for replay."""
-RETRY_S = 1.0
 WARN_INTERVAL_S = 60.0
 CLOSE_LIMIT_S = 1.0
 _WAIT_S = 0.05
@@ -60,6 +57,10 @@ class KVEventsOptions(msgspec.Struct, frozen=True):
     replay: str = ""
     """Empty: missed batches cannot be replayed."""
     topic: str = MODEL
+    max_queued: int = 10_000
+    """Maximum number of batches that wait to be sent. Further ones are lost, and their numbers are missing."""
+    retry_s: float = 1.0
+    """Pause in seconds before an endpoint that cannot be used is tried again."""
 
     def check(self, allows_remote: bool) -> None:
         """Check the endpoints.
@@ -231,7 +232,7 @@ class KVEventPublisher:
     def __init__(self, options: KVEventsOptions, system: System = SYSTEM) -> None:
         self._options = options
         self._now_s, self._unix_time_s = system.now_s, system.unix_time_s
-        self._queue: queue.Queue[tuple[str, int, EventBatch] | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[tuple[str, int, EventBatch] | None] = queue.Queue(options.max_queued)
         self._next: dict[str, int] = {}
         """Number of the next batch, by topic."""
         self.num_dropped = 0
@@ -242,6 +243,11 @@ class KVEventPublisher:
         self._is_closing = threading.Event()
         self._encode = msgspec.msgpack.Encoder().encode
         self._thread = system.start_thread(self._run, "lockstep-kv-events")
+
+    @property
+    def num_queued(self) -> int:
+        """Number of batches that wait to be sent."""
+        return self._queue.qsize()
 
     def source(self, model: str, block_size: int) -> KVEventSource:
         """Create the source of a replica's events, with the topic of its model."""
@@ -288,7 +294,7 @@ class KVEventPublisher:
                     if logged != str(error):
                         log.error("KV events cannot be published at %s: %s", self._options.endpoint, error)
                     logged = str(error)
-                    self._is_closing.wait(RETRY_S)
+                    self._is_closing.wait(self._options.retry_s)
 
     def _serve(self, pub: Any, replay: Any) -> None:
         while True:

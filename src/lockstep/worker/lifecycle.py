@@ -130,7 +130,7 @@ class WorkerLifecycle:
         self.pulse = Pulse(options.health, self.now_s())
         self._first_id = 0
         """First id for our queries to the present worker."""
-        self.restarts = Restarts(is_link=options.kind == "network")
+        self.restarts = Restarts(options.health, is_link=options.kind == "network")
         self._hang = ""
         """Description of the hang for which the worker is being killed; empty: it is not."""
         self._checking: asyncio.Task[None] | None = None

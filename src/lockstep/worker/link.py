@@ -35,14 +35,6 @@ from lockstep.worker.wire import FrameReader, command_encoder, event_decoder, fr
 log = logging.getLogger(__name__)
 
 MODULE = "lockstep.worker.child"
-MAX_UNSENT_BYTES = 64 << 20
-"""Maximum size of commands that the process has not read. Beyond it, requests are rejected."""
-MAX_COMMANDS = 65_536
-"""Maximum number of commands that wait for the receiving thread. Beyond it, requests are rejected."""
-STOP_LIMIT_S = 5.0
-"""Time limit for an orderly exit. Then the stream is closed, which makes the process exit unless it is stuck."""
-EOF_LIMIT_S = 1.0
-"""Time limit for the exit after the stream was closed. Then the process is killed."""
 JOIN_LIMIT_S = 10.0
 """Time limit for the current step of a worker thread. A thread cannot be killed, so one that takes longer is
 abandoned."""
@@ -81,6 +73,21 @@ class Link(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """Limits of the link to a worker of this machine."""
+
+    max_unsent_bytes: int = 64 << 20
+    """Maximum size of commands that the process has not read. Beyond it, requests are rejected."""
+    max_commands: int = 65_536
+    """Maximum number of commands that wait for the receiving thread. Beyond it, requests are rejected."""
+    stop_s: float = 5.0
+    """Time limit in seconds for an orderly exit. Then the stream is closed, which makes the process exit unless it is
+    stuck."""
+    eof_s: float = 1.0
+    """Time limit in seconds for the exit after the stream was closed. Then the process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """Options of a device worker: thread or process, health, logs, recording."""
 
@@ -91,6 +98,7 @@ class WorkerOptions:
     listen: ListenOptions | None = None
     """Network address at which a worker process also listens for gateways."""
     health: HealthLimits = field(default_factory=HealthLimits)
+    link: LinkLimits = field(default_factory=LinkLimits)
     trial: TrialOptions = field(default_factory=TrialOptions)
     """Options of trials. Only a worker process tries unknown models; with threads, a crash ends the whole process
     anyway."""
@@ -130,7 +138,7 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
     if spawned is None or not spawned.is_free:
         logs = options.log_format, options.log_level
         spawned = SpawnedWorker(*logs, options.trace, options.listen, options.kv_events, options.system)
-    return await ProcessLink.open(handler, spawned)
+    return await ProcessLink.open(handler, spawned, options.link)
 
 
 class SpawnedWorker:
@@ -175,6 +183,7 @@ class SpawnedWorker:
             on_failure.pop_all()
         ours.setblocking(False)
         self._sock = ours
+        self.pid = self._process.pid
         self.system = system
         self.is_free = True
         """True until the process is taken or ended."""
@@ -194,8 +203,9 @@ class SpawnedWorker:
 class ProcessLink(asyncio.Protocol):
     """`Link` to a child process, over a socket pair. Created by `open`."""
 
-    def __init__(self, handler: Handler, process: Process, system: System) -> None:
+    def __init__(self, handler: Handler, process: Process, system: System, limits: LinkLimits) -> None:
         self.name = f"process {process.pid}"
+        self._limits = limits
         self._handler = handler
         self._process, self._system = process, system
         self._reader = FrameReader()
@@ -206,12 +216,14 @@ class ProcessLink(asyncio.Protocol):
         self._exit_task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, handler: Handler, spawned: SpawnedWorker) -> ProcessLink:
+    async def open(cls, handler: Handler, spawned: SpawnedWorker, limits: LinkLimits | None = None) -> ProcessLink:
         """Connect to a worker process. It accepts commands at once and executes them after its imports."""
         process, sock = spawned.take()
         loop = asyncio.get_running_loop()
         try:
-            _, link = await loop.create_unix_connection(lambda: cls(handler, process, spawned.system), sock=sock)
+            _, link = await loop.create_unix_connection(
+                lambda: cls(handler, process, spawned.system, limits or LinkLimits()), sock=sock
+            )
         except BaseException:  # the caller was cancelled, so end the process here
             _end(process, sock)
             raise
@@ -225,8 +237,9 @@ class ProcessLink(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if isinstance(command, Submit) and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            raise QueueFullError(f"{MAX_UNSENT_BYTES} bytes of requests already wait for the worker; try again later")
+        most = self._limits.max_unsent_bytes
+        if isinstance(command, Submit) and transport.get_write_buffer_size() > most:
+            raise QueueFullError(f"{most} bytes of requests already wait for the worker; try again later")
         try:
             body = self._encoder.encode(command)
         except OverflowError as error:
@@ -241,14 +254,14 @@ class ProcessLink(asyncio.Protocol):
     async def close(self) -> None:
         self.send(Stop())
         self._is_closing = True
-        if not await self._has_ended(STOP_LIMIT_S):
+        if not await self._has_ended(self._limits.stop_s):
             log.warning("the worker process %d does not stop; closing its stream", self._process.pid)
         if self._transport is not None:
             self._transport.abort()
-        if not await self._has_ended(EOF_LIMIT_S):
+        if not await self._has_ended(self._limits.eof_s):
             log.warning("the worker process %d is stuck and is killed", self._process.pid)
             self._process.kill()
-            await self._has_ended(EOF_LIMIT_S)
+            await self._has_ended(self._limits.eof_s)
         if self._exit_task is not None:
             await self._exit_task
 
@@ -270,9 +283,9 @@ class ProcessLink(asyncio.Protocol):
 
     async def _report_exit(self) -> None:
         """Report how the process ended. A process that closed its stream but still runs is killed."""
-        if not await self._has_ended(EOF_LIMIT_S):
+        if not await self._has_ended(self._limits.eof_s):
             self._process.kill()
-            await self._has_ended(EOF_LIMIT_S)
+            await self._has_ended(self._limits.eof_s)
         if not self._is_closing:
             self._handler.lost(_exit_reason(self._process.returncode))
 
@@ -297,6 +310,7 @@ class ThreadLink:
 
         self._loop = asyncio.get_running_loop()
         self._handler = handler
+        self._limits = options.link
         self._commands: SimpleQueue[Command] = SimpleQueue()
         system = self._system = options.system
         self._worker = DeviceWorker(
@@ -306,8 +320,9 @@ class ThreadLink:
         system.start_thread(self._receive, "lockstep-receive")
 
     def send(self, command: Command) -> None:
-        if isinstance(command, Submit) and self._commands.qsize() >= MAX_COMMANDS:
-            raise QueueFullError(f"{MAX_COMMANDS} commands already wait for the worker; try again later")
+        most = self._limits.max_commands
+        if isinstance(command, Submit) and self._commands.qsize() >= most:
+            raise QueueFullError(f"{most} commands already wait for the worker; try again later")
         self._commands.put(command)
 
     def kill(self) -> None:

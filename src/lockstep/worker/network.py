@@ -98,9 +98,14 @@ class NetworkLink(asyncio.Protocol):
             raise
         return link
 
+    @property
+    def is_open(self) -> bool:
+        """True while commands reach the worker."""
+        return self._transport is not None and not self._transport.is_closing()
+
     def send(self, command: Command) -> None:
         transport = self._transport
-        if transport is None or transport.is_closing() or isinstance(command, Stop):
+        if transport is None or not self.is_open or isinstance(command, Stop):
             return
         if isinstance(command, Submit) and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise QueueFullError(f"{MAX_UNSENT_BYTES} bytes of requests already wait for the worker; try again later")

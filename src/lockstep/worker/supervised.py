@@ -96,7 +96,8 @@ class SupervisedWorker:
         self.kv_tiers: Mapping[str, TierStats] = {}
         """Statistics of the KV store's tiers, host and disk, as of the last metrics."""
         self._open = PendingRequests(options.stream_interval_s)
-        self._lifecycle = WorkerLifecycle(options, self._received, self._lost, self._back)
+        self.lifecycle = WorkerLifecycle(options, self._received, self._lost, self._back)
+        """The present worker, and what it has loaded."""
         self._reason = ""
         """The reason why the last worker ended."""
         self._closing: asyncio.Task[None] | None = None
@@ -109,7 +110,7 @@ class SupervisedWorker:
         Raises:
             UsageError, ExecutorError: no process can be started.
         """
-        await self._lifecycle.start()
+        await self.lifecycle.start()
 
     async def close(self, error: LockstepError | None = None) -> None:
         """End the worker and all open requests, within a bounded time. Every caller waits until that is done.
@@ -123,7 +124,7 @@ class SupervisedWorker:
         await asyncio.shield(self._closing)  # a waiting caller may be cancelled; the process still ends
 
     async def _close(self, error: LockstepError) -> None:
-        link = await self._lifecycle.end(error)
+        link = await self.lifecycle.end(error)
         self._open.end(error)
         if link is not None:
             await link.close()
@@ -131,7 +132,7 @@ class SupervisedWorker:
     @property
     def pid(self) -> int | None:
         """Id of the worker's process; None: there is none."""
-        return None if self._lifecycle.link is None else self._lifecycle.link.pid
+        return None if self.lifecycle.link is None else self.lifecycle.link.pid
 
     # -- replicas -------------------------------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ class SupervisedWorker:
         """
         is_process = self._options.kind == "process"
         trial = replace(self._options.trial, is_forced=is_suspect) if is_process else TrialOptions(enabled=False)
-        lifecycle = self._lifecycle
+        lifecycle = self.lifecycle
         await self._unloaded(replica)
         if not self.is_up:
             raise WorkerLostError(self.trouble, retry_after_s=self.retry_after_s)
@@ -176,32 +177,32 @@ class SupervisedWorker:
 
     def prioritise(self, replica: str, priority: int) -> None:
         """Change the priority of a replica that is loaded or loading. Other keys are ignored."""
-        self._lifecycle.send(Prioritise(replica, priority))
+        self.lifecycle.send(Prioritise(replica, priority))
 
     async def unload(self, replica: str) -> None:
         """Abort a replica's requests and free it. Does nothing if it is not loaded."""
-        self._lifecycle.begin_unload(replica)
+        self.lifecycle.begin_unload(replica)
         await self._unloaded(replica)
 
     async def _unloaded(self, key: str) -> None:
         """Wait until a replica that is unloading is gone."""
-        while (replica := self._lifecycle.replica(key)) is not None and replica.state is LoadState.UNLOADING:
+        while (replica := self.lifecycle.replica(key)) is not None and replica.state is LoadState.UNLOADING:
             await asyncio.shield(replica.gone)
 
     def loaded(self, replica: str) -> Loaded | None:
         """Measurements of a loaded replica; None: it is not loaded now."""
-        found = self._lifecycle.replica(replica)
+        found = self.lifecycle.replica(replica)
         return None if found is None else found.loaded
 
     @property
     def is_up(self) -> bool:
         """True if a worker is running."""
-        return self._lifecycle.link is not None
+        return self.lifecycle.link is not None
 
     @property
     def trouble(self) -> str:
         """The reason why requests cannot be answered now, in one sentence; empty: loaded replicas answer."""
-        return self._lifecycle.trouble
+        return self.lifecycle.trouble
 
     def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
         """The error for calls that should not wait for a replica, because the next worker starts too late; None: they
@@ -211,32 +212,32 @@ class SupervisedWorker:
             replica: unused: one worker has all replicas.
             since_s: unused: the schedule of restarts decides.
         """
-        if self._lifecycle.away_s <= MAX_AWAY_S:
+        if self.lifecycle.away_s <= MAX_AWAY_S:
             return None
         return UnavailableError(self.trouble, retry_after_s=self.retry_after_s)
 
     @property
     def link_fault(self) -> str:
         """The reason why the last attempt to start or reach the worker failed, in one sentence; empty: it succeeded."""
-        return self._lifecycle.link_fault
+        return self.lifecycle.link_fault
 
     @property
     def retry_after_s(self) -> float:
         """Seconds after which the next worker is likely to have loaded what the last one had."""
-        return self._lifecycle.restarts.retry_after_s(self._lifecycle.now_s())
+        return self.lifecycle.restarts.retry_after_s(self.lifecycle.now_s())
 
     @property
     def recording_fault(self) -> str:
         """The reason why nothing is recorded now, from the worker's last report; empty: recording works, or is
         disabled."""
-        report = self._lifecycle.pulse.report
+        report = self.lifecycle.pulse.report
         return "" if report is None else report.recording_fault
 
     @property
     def kv_fault(self) -> str:
         """The reason why less KV is stored outside of the device than its budgets allow; empty: there is no such
         limit."""
-        report = self._lifecycle.pulse.report
+        report = self.lifecycle.pulse.report
         return "" if report is None else report.kv_fault
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -249,9 +250,9 @@ class SupervisedWorker:
             QueueFullError: the worker takes no more requests now.
             InvalidParameterError: a number of the request does not fit a message.
         """
-        link = self._lifecycle.link
+        link = self.lifecycle.link
         if link is None or self.loaded(replica) is None:
-            raise self._lifecycle.lost_error(self._reason, "was about to answer; send the request again")
+            raise self.lifecycle.lost_error(self._reason, "was about to answer; send the request again")
         mailbox = self._open.open(replica)
         try:
             link.send(Submit(mailbox.request_id, replica, request))
@@ -263,7 +264,7 @@ class SupervisedWorker:
     def leave(self, mailbox: Mailbox) -> None:
         """Return a mailbox. Its request is aborted if it has not ended."""
         if self._open.leave(mailbox):
-            self._lifecycle.send(Abort(mailbox.replica, (mailbox.request_id,)))
+            self.lifecycle.send(Abort(mailbox.replica, (mailbox.request_id,)))
 
     @contextmanager
     def open_mailbox(self, replica: str, request: GenerationRequest) -> Iterator[Mailbox]:
@@ -283,7 +284,7 @@ class SupervisedWorker:
             mailbox.fail(error)
             by_replica.setdefault(mailbox.replica, []).append(mailbox.request_id)
         for replica, request_ids in by_replica.items():
-            self._lifecycle.send(Abort(replica, tuple(request_ids)))
+            self.lifecycle.send(Abort(replica, tuple(request_ids)))
 
     @property
     def num_open(self) -> int:
@@ -331,17 +332,17 @@ class SupervisedWorker:
     def open_store(self, options: KVStoreOptions) -> None:
         """Open the KV store outside of the device in this worker and its successors."""
         self._store = OpenStore(options)
-        self._lifecycle.send(self._store)
+        self.lifecycle.send(self._store)
 
     def watch_steps(self, max_per_s: float) -> None:
         """Request notices of at most this many steps of each replica per second, from this worker and its
         successors."""
         self._watched_per_s = max_per_s
-        self._lifecycle.send(WatchSteps(max_per_s))
+        self.lifecycle.send(WatchSteps(max_per_s))
 
     def shown(self, shown: AnswerShown) -> None:
         """Have the worker record how an answer was streamed."""
-        self._lifecycle.send(shown)
+        self.lifecycle.send(shown)
 
     async def _sweep(self, question: Sweep | EndSession) -> SweepResult:
         report = await self._ask(question, SweepReport)
@@ -352,7 +353,7 @@ class SupervisedWorker:
         if not self.is_up:
             return None
         ask_id = self._open.next_id()
-        self._lifecycle.send(Ask(ask_id, question))
+        self.lifecycle.send(Ask(ask_id, question))
         answer = await self._open.answer(ask_id, limit_s)
         return answer if isinstance(answer, kind) else None
 
@@ -378,12 +379,12 @@ class SupervisedWorker:
 
     def _lost(self, reason: str) -> None:
         self._reason, self.listening = reason, None
-        self._open.end(self._lifecycle.lost_error(reason, "answered; send the request again"))
+        self._open.end(self.lifecycle.lost_error(reason, "answered; send the request again"))
         self._notify(WorkerLost(reason))
 
     def _back(self) -> None:
         if self._watched_per_s:
-            self._lifecycle.send(WatchSteps(self._watched_per_s))
+            self.lifecycle.send(WatchSteps(self._watched_per_s))
         if self._store is not None:
-            self._lifecycle.send(self._store)
+            self.lifecycle.send(self._store)
         self._notify(WorkerRestarted())

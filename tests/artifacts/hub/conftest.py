@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.artifacts.hub.stand_in import NOWHERE, StandIn
+from tests.artifacts.hub.stand_in import StandIn, hub_environment
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    from huggingface_hub import close_session, constants
+    from huggingface_hub import close_session
 
-    for name, value in NOWHERE.items():
-        monkeypatch.setenv(name, value)
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     resolve = socket.getaddrinfo
 
@@ -27,13 +25,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         return resolve(host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", only_here)
-    monkeypatch.setattr("lockstep.artifacts.hub.download.RETRY_WAIT_S", 0.01)
-    with StandIn() as stand_in:
-        monkeypatch.setattr(constants, "ENDPOINT", stand_in.url)
-        template = stand_in.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
+    with StandIn() as stand_in, hub_environment(**stand_in.environment(tmp_path / "home")):
         close_session()  # the next one reads the environment again
         yield stand_in
         close_session()

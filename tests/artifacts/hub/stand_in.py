@@ -6,15 +6,19 @@ Two servers, as in reality: the hub itself, and a store on another origin to whi
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
+
+import pytest
 
 LARGE_BYTES = 10_000
 """From here on a file is redirected to the store, and known by its SHA-256."""
@@ -28,6 +32,8 @@ class Repo:
     token: str | None = None
     """Who may read; None: everybody."""
     gated: bool = False
+    claimed_bytes: int | None = None
+    """Size of each large file in the listing; None: its own."""
     others: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Files of further revisions."""
 
@@ -49,6 +55,8 @@ class StandIn:
     """Answer everything with it."""
     break_after_bytes: int | None = None
     """Close the next transfer of a large file after so many bytes; once."""
+    breaks_always: bool = False
+    """Close every transfer of a large file at once."""
     bytes_per_s: int | None = None
     ignores_ranges: bool = False
     damaged: set[str] = field(default_factory=set)
@@ -101,6 +109,19 @@ NOWHERE: Mapping[str, str] = {
     for name in (lower, lower.upper())
 }
 """Environment in which every host but this one is behind a closed door."""
+
+
+@contextmanager
+def hub_environment(**variables: str) -> Iterator[None]:
+    """The hub's library in this process under these environment variables, which it reads when it is imported."""
+    from huggingface_hub import constants
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        importlib.reload(constants)
+        yield
+    importlib.reload(constants)
 
 
 class _Server(ThreadingHTTPServer):
@@ -163,7 +184,7 @@ class _Hub(_Handler):
             return self.answer(404, X_Error_Code="RevisionNotFound")
         commit, files = revision
         if is_api:
-            siblings = [_sibling(path, data) for path, data in files.items()]
+            siblings = [_sibling(path, data, repo.claimed_bytes) for path, data in files.items()]
             body = json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode()
             return self.answer(200, body, Content_Type="application/json")
         data = files.get("/".join(parts[4:]))
@@ -187,7 +208,7 @@ class _Store(_Handler):
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()
-        limit = state.break_after_bytes
+        limit = 0 if state.breaks_always else state.break_after_bytes
         if limit is not None and len(data) - start <= limit:
             limit = None
         if limit is not None:
@@ -210,10 +231,11 @@ class _Store(_Handler):
                 time.sleep(len(piece) / self.state.bytes_per_s)
 
 
-def _sibling(path: str, data: bytes) -> dict[str, object]:
+def _sibling(path: str, data: bytes, claimed_bytes: int | None) -> dict[str, object]:
     sibling: dict[str, object] = {"rfilename": path, "size": len(data), "blobId": _git_digest(data)}
     if len(data) >= LARGE_BYTES:
-        sibling["lfs"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 130}
+        size = len(data) if claimed_bytes is None else claimed_bytes
+        sibling["lfs"] = {"size": size, "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 130}
     return sibling
 
 

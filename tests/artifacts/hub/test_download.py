@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +19,7 @@ from lockstep.errors import (
     MissingTokenizerError,
     UnsupportedArtifactError,
 )
-from tests.artifacts.hub.stand_in import Repo, StandIn
+from tests.artifacts.hub.stand_in import Repo, StandIn, hub_environment
 from tools.random_models import write_gguf, write_huggingface
 
 TINY = HubSource("acme/tiny")
@@ -95,7 +93,7 @@ def test_a_second_pull_transfers_nothing_and_a_new_commit_only_what_changed(hub:
 def test_a_broken_connection_goes_on_where_it_stopped(hub: StandIn, tiny: Repo) -> None:
     hub.break_after_bytes = 70_000
     seen: list[tuple[str, int, int]] = []
-    pull(TINY, lambda *told: seen.append(told))
+    pull(TINY, lambda *told: seen.append(told), retry_wait_s=0.01)
     total = len(tiny.files["model.safetensors"])
     assert hub.store_requests[-1][1] is not None
     assert hub.sent_bytes < 1.5 * total
@@ -115,12 +113,10 @@ def test_what_an_earlier_process_left_is_completed(hub: StandIn, tiny: Repo, ign
     assert hub.sent_bytes == (len(data) if ignores_ranges else 1000)
 
 
-def test_a_server_that_breaks_every_transfer_is_given_up(
-    hub: StandIn, tiny: Repo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StandIn, "break_after_bytes", property(lambda self: 0, lambda self, value: None), raising=False)
+def test_a_server_that_breaks_every_transfer_is_given_up(hub: StandIn, tiny: Repo) -> None:
+    hub.breaks_always = True
     with pytest.raises(HubUnreachableError, match="cannot be reached"):
-        pull(TINY, silent)
+        pull(TINY, silent, retry_wait_s=0.01)
     assert len(hub.store_requests) == MAX_ATTEMPTS
 
 
@@ -244,24 +240,20 @@ def test_a_failing_hub_is_not_retried(hub: StandIn, tiny: Repo, status: int) -> 
     assert len(hub.requests) == 1
 
 
-def test_an_unreachable_or_offline_hub_raises_an_error_that_names_the_variable(
-    hub: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(HubUnreachableError, match=r"cannot be reached .*HF_ENDPOINT"):
-        local_path(TINY, silent)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(HubUnreachableError, match="HF_HUB_OFFLINE is set"):
-        local_path(TINY, silent)
+def test_an_unreachable_or_offline_hub_raises_an_error_that_names_the_variable(hub: StandIn) -> None:
+    with hub_environment(HF_ENDPOINT="http://127.0.0.1:9"):
+        with pytest.raises(HubUnreachableError, match=r"cannot be reached .*HF_ENDPOINT"):
+            local_path(TINY, silent)
+        with (
+            hub_environment(HF_HUB_OFFLINE="1"),
+            pytest.raises(HubUnreachableError, match="HF_HUB_OFFLINE is set"),
+        ):
+            local_path(TINY, silent)
 
 
-def test_a_full_disk_is_rejected_before_the_download_starts(
-    hub: StandIn, tiny: Repo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(DownloadError, match=r"are needed, but the disk of .* has only 1 kB free"):
+def test_a_full_disk_is_rejected_before_the_download_starts(hub: StandIn, tiny: Repo) -> None:
+    tiny.claimed_bytes = 1 << 60
+    with pytest.raises(DownloadError, match=r"are needed, but the disk of .* has only \S+ \wB free"):
         pull(TINY, silent)
     assert hub.sent_bytes == 0
 

@@ -273,7 +273,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     return int(count), int(peak_kib) << 10
 
 
-def test_aiperf_is_sorted_within_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.replay.readers.reading.MAX_UNSORTED", 1)
+def test_aiperf_is_sorted_within_its_bound(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="file:2: more than 1 requests in unsorted lines"):
-        requests_in(tmp_path, AIPERF)
+        requests_in(tmp_path, AIPERF, max_unsorted=1)

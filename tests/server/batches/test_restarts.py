@@ -173,11 +173,10 @@ async def test_what_a_killed_server_left_half_done_is_removed(tmp_path: Path) ->
     assert names == ["file-0"]
 
 
-def test_one_server_at_a_time_uses_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.server.database.BUSY_TIMEOUT_S", 0.05)
+def test_one_server_at_a_time_uses_a_folder(tmp_path: Path) -> None:
     first = BatchStore(tmp_path)
     with pytest.raises(ConfigError, match="batches cannot be stored there: another server uses it"):
-        BatchStore(tmp_path)
+        BatchStore(tmp_path, StoreLimits(busy_timeout_s=0.05))
     first.close()
     BatchStore(tmp_path).close()
 

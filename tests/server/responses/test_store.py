@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from lockstep.errors import ConfigError, InvalidParameterError, RequestFailedError, ResponseNotFoundError
-from lockstep.server.responses import store as store_module
 from lockstep.server.responses.store import ResponseStore, StoredResponse
 
 
@@ -106,13 +105,14 @@ async def test_a_broken_chain_names_what_is_missing(store: ResponseStore) -> Non
     assert caught.value.param == "previous_response_id"
 
 
-async def test_a_chain_is_bounded(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_chain_is_bounded() -> None:
+    store = ResponseStore(None, 3, max_chain=2)
     for number in range(3):
         await store.put(stored(number, number - 1 if number else None))
-    monkeypatch.setattr(store_module, "MAX_CHAIN", 2)
     assert len(await store.chain("resp_1", "a")) == 2
     with pytest.raises(InvalidParameterError, match="more than 2 responses"):
         await store.chain("resp_2", "a")
+    store.close()
 
 
 async def test_a_file_survives_its_server_and_is_its_owners(tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from lockstep.engine.options import LoadOptions
 from lockstep.replay.trace import STEPS, open_trace, read_frames
 from lockstep.replay.trace_integrity import Kind
 from lockstep.replay.verify import verify
-from lockstep.worker.flight import files
 from lockstep.worker.flight.chunks import ChunkReader
 from lockstep.worker.flight.entries import Header
 from lockstep.worker.flight.recorder import DEFECT
@@ -39,13 +41,10 @@ def recording_of(bench: Bench) -> tuple[float, str]:
     return report.replicas["a"].gauges["trace_recording"], health.recording_fault
 
 
-def test_old_files_go_and_what_is_left_verifies_file_by_file_and_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_files_go_and_what_is_left_verifies_file_by_file_and_together(tmp_path: Path) -> None:
     """With files of some kilobytes: a few remain, the first one is gone, and each begins with all that it needs."""
-    monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.02)
     most = 40_000
-    with running(trace=options(tmp_path, most)) as bench:
+    with running(trace=options(tmp_path, most, flush_interval_s=0.02)) as bench:
         bench.ready("a", "stub://alpha", LoadOptions(POOL))
         bench.ready("b", "stub://beta", LoadOptions(POOL))
         for batch in range(MAX_BATCHES):
@@ -87,15 +86,13 @@ FULL = """
 import resource, signal, sys, time
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
-from lockstep.worker.flight import files, recorder
 from tests.replay.recordings import options, submit
 from tests.worker.support import running
 
 folder = sys.argv[1]
-files.RETRY_S = recorder.FLUSH_INTERVAL_S = 0.01
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-with running(trace=options(folder)) as bench:
+with running(trace=options(folder, retry_s=0.01, flush_interval_s=0.01)) as bench:
     bench.ready("a", "stub://alpha")
     bench.ready("b", "stub://beta")
     submit(bench, 12)
@@ -125,31 +122,26 @@ def test_a_full_disk_ends_a_file_and_the_next_begins_with_a_checkpoint(tmp_path:
     assert ended.stderr.count("has a gap") == 1
 
 
-def test_a_writer_that_lags_loses_chunks_and_not_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_QUEUED_BYTES", 60)
-    monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.01)
-    with running(trace=options(tmp_path)) as bench:
+def test_a_writer_that_lags_loses_chunks_and_not_requests(tmp_path: Path) -> None:
+    with running(trace=options(tmp_path, max_queued_bytes=60, flush_interval_s=0.01)) as bench:
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         submit(bench, 24)
         assert lost_of(bench)["trace_gaps"] > 0
 
 
-def test_a_gap_keeps_file_numbers_consecutive_and_states_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gap_keeps_file_numbers_consecutive_and_states_its_reason(tmp_path: Path) -> None:
     """The queue is too short for a while, in the middle of a file or where one would begin, again and again."""
-    monkeypatch.setattr(files, "RETRY_S", 0.0)
-    monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.0)
-    enough = files.MAX_QUEUED_BYTES
-    with running(trace=options(tmp_path)) as bench:
+    wanted = options(tmp_path, retry_s=0.0, flush_interval_s=0.0)
+    changing: Any = SimpleNamespace(**structs.asdict(wanted), secret=wanted.secret)
+    with running(trace=changing) as bench:
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         for batch in range(6):
             submit(bench, 6, 200 * batch)
-            monkeypatch.setattr(files, "MAX_QUEUED_BYTES", (0, 200)[batch % 2])
+            changing.max_queued_bytes = (0, 200)[batch % 2]
             submit(bench, 6, 200 * batch + 100)
-            monkeypatch.setattr(files, "MAX_QUEUED_BYTES", enough)
+            changing.max_queued_bytes = wanted.max_queued_bytes
     paths = files_of(tmp_path)
     assert [int(path.stem[-6:]) for path in paths] == list(range(1, len(paths) + 1))
     found = verify(open_trace(tmp_path))
@@ -160,12 +152,11 @@ def test_a_gap_keeps_file_numbers_consecutive_and_states_its_reason(
     assert any(each.loss is not None and each.loss.num_turns for each in gaps)
 
 
-def test_a_file_that_cannot_be_begun_gives_its_number_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_begun_gives_its_number_back(tmp_path: Path) -> None:
     """The directory comes later; nothing is missing before the first file but what it says."""
-    monkeypatch.setattr(files, "RETRY_S", 0.0)
     folder = tmp_path / "flight"
     folder.write_text("no directory")
-    with running(trace=options(folder)) as bench:
+    with running(trace=options(folder, retry_s=0.0)) as bench:
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         submit(bench, 12)
@@ -197,10 +188,8 @@ def test_a_defect_of_the_recorder_ends_the_recording_and_no_request(
     assert [record.message.count("the recording ends here") for record in caplog.records] == [1]
 
 
-def test_ids_are_bounded_by_beginning_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.worker.flight.recorder.MAX_CONTENTS", 20)
-    monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.01)
-    record(tmp_path, 60)
+def test_ids_are_bounded_by_beginning_another_file(tmp_path: Path) -> None:
+    record(tmp_path, 60, max_contents=20, flush_interval_s=0.01)
     assert len(files_of(tmp_path)) > 2
     found = verify(open_trace(tmp_path))
     assert found.is_identical, found.diverged
@@ -231,7 +220,7 @@ def test_what_was_recorded_a_second_ago_survives_a_kill(tmp_path: Path) -> None:
         "with running(trace=options(sys.argv[1])) as bench:\n"
         "    bench.ready('a', 'stub://alpha?step_ms=1')\n    bench.ready('b', 'stub://beta?step_ms=1')\n"
         "    submit(bench, 24)\n    recorder = bench.worker._recorder\n"
-        "    while recorder.chunk.num_bytes or recorder._files._num_queued:\n        time.sleep(0.01)\n"
+        "    while recorder.chunk.num_bytes or recorder.report().num_queued_bytes:\n        time.sleep(0.01)\n"
         "    print('done', flush=True)\n    time.sleep(3600)\n"
     )
     root = Path(__file__).resolve().parents[3]

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import TraceError
-from lockstep.worker.flight import files
 from lockstep.worker.flight.content import read_text, write_text
 from lockstep.worker.flight.entries import SUFFIX
-from lockstep.worker.flight.files import NUM_FILES, TraceFiles
+from lockstep.worker.flight.files import TraceFiles
 from lockstep.worker.flight.folder import (
     FolderManifest,
     Listed,
     State,
+    chained,
     digest_of,
     manifest_files,
     read_manifest,
@@ -29,6 +29,7 @@ from lockstep.worker.messages import TokenizerPayload
 from tests.waiting import HANG_S, until
 
 CHUNK_BYTES = 3_000
+NUM_FILES = TraceOptions("").num_files
 
 
 def manifest_of(folder: Path) -> Path:
@@ -56,7 +57,7 @@ def begin_files(folder: Path, max_bytes: int, count: int, run: str = "") -> None
 def write_files(recorder: TraceFiles, numbers: range, needs: tuple[str, ...] = ()) -> None:
     for number in numbers:
         recorder.begin(chunk(number), needs)
-        until(lambda: not recorder._num_queued)
+        until(lambda: not recorder.report().num_queued_bytes)
 
 
 def text(name: str) -> TokenizerPayload:
@@ -71,11 +72,8 @@ def test_each_file_is_listed_with_its_size_and_digest(tmp_path: Path) -> None:
         assert read_manifest(manifest_of(tmp_path)).files[path.name] == expected
 
 
-def test_a_growing_file_is_listed_though_nothing_more_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "LIST_INTERVAL_S", 0.02)
-    recorder = TraceFiles(TraceOptions(str(tmp_path)))
+def test_a_growing_file_is_listed_though_nothing_more_is_written(tmp_path: Path) -> None:
+    recorder = TraceFiles(TraceOptions(str(tmp_path), list_interval_s=0.02))
     recorder.begin(chunk(0))
     recorder.put(chunk(1))
 
@@ -122,20 +120,16 @@ def test_a_torn_last_line_does_not_count_and_is_written_over(tmp_path: Path) -> 
         assert [*read_manifest(manifest.path).files] == ["a", "b"]
 
 
-def test_a_manifest_of_another_schema_is_refused_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.worker.flight.folder.MANIFEST_SCHEMA_VERSION", 99)
-    manifest = FolderManifest(tmp_path)
-    manifest.put(Listed("a", State.OPEN))
-    monkeypatch.undo()
+def test_a_manifest_of_another_schema_is_refused_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.lsmanifest"
+    header = b'{"schema":99,"lockstep":"0.9.0"}'
+    path.write_bytes(b"%s %s\n" % (chained(b"", header).hex().encode(), header))
     with pytest.raises(TraceError, match="its schema is 99, this version reads schema 1"):
-        read_manifest(manifest.path)
+        read_manifest(path)
 
 
-def test_a_long_manifest_is_written_again_without_what_was_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lockstep.worker.flight.folder.MAX_BYTES", 2_000)
-    manifest = FolderManifest(tmp_path)
+def test_a_long_manifest_is_written_again_without_what_was_deleted(tmp_path: Path) -> None:
+    manifest = FolderManifest(tmp_path, max_bytes=2_000)
     for number in range(200):
         name = f"{number:03}"
         manifest.put(Listed(name, State.OPEN))
@@ -153,8 +147,7 @@ APPENDS = """
 import sys
 from pathlib import Path
 from lockstep.worker.flight import folder
-folder.MAX_BYTES = 3_000
-manifest = folder.FolderManifest(Path(sys.argv[1]))
+manifest = folder.FolderManifest(Path(sys.argv[1]), max_bytes=3_000)
 for number in range(150):
     manifest.put(folder.Listed(f"{sys.argv[2]}-{number % 10}", folder.State.CLOSED, number, "0" * 32))
 """

@@ -46,6 +46,7 @@ API_TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 5
 """Maximum number of consecutive attempts without new data."""
 RETRY_WAIT_S = 1.0
+"""Pause in seconds between two attempts."""
 _LIBRARY = "lockstep"
 _SHA256_DIGITS = 64
 _UNAUTHORISED, _FORBIDDEN, _TOO_MANY = 401, 403, 429
@@ -72,8 +73,11 @@ def local_path(source: HubSource, progress: DownloadProgress) -> Path:
         return path
 
 
-def pull(source: HubSource, progress: DownloadProgress) -> Path:
+def pull(source: HubSource, progress: DownloadProgress, retry_wait_s: float = RETRY_WAIT_S) -> Path:
     """Download the current state of a revision to the cache. Only missing files are downloaded.
+
+    Args:
+        retry_wait_s: pause before a broken transfer is continued.
 
     Raises:
         ArtifactNotFoundError: the repository, revision or file does not exist.
@@ -82,7 +86,7 @@ def pull(source: HubSource, progress: DownloadProgress) -> Path:
         DownloadError: the hub cannot be reached or rejects the request.
     """
     with reported(source):
-        revision = look_up(source)
+        revision = look_up(source, retry_wait_s)
         if is_gguf(source, revision.listing):
             name = gguf_file(source, revision.listing)
             revision.fetch([name], progress)
@@ -94,7 +98,7 @@ def pull(source: HubSource, progress: DownloadProgress) -> Path:
     return path
 
 
-def look_up(source: HubSource) -> Revision:
+def look_up(source: HubSource, retry_wait_s: float = RETRY_WAIT_S) -> Revision:
     """Query the commit and the files of a revision with one request to the hub.
 
     Raises:
@@ -112,16 +116,17 @@ def look_up(source: HubSource) -> Revision:
             listing[sibling.rfilename] = RemoteFile(sibling.rfilename, size, digest)
     if info.sha is None or not info.sha.isalnum():
         raise DownloadError("the server at HF_ENDPOINT is not a hub: its response has no commit", path=str(source))
-    return Revision(source, info.sha, listing)
+    return Revision(source, info.sha, listing, retry_wait_s)
 
 
 class Revision:
     """One commit of a repository: its files, and their download to the cache. Created by `look_up`."""
 
-    def __init__(self, source: HubSource, commit: str, listing: Listing) -> None:
+    def __init__(self, source: HubSource, commit: str, listing: Listing, retry_wait_s: float = RETRY_WAIT_S) -> None:
         self.source = source
         self.commit = commit
         self.listing = listing
+        self.retry_wait_s = retry_wait_s
         self.cached = CachedRepo.of(source.repo)
         self.snapshot = self.cached.snapshot(commit)
 
@@ -211,7 +216,7 @@ class Revision:
                 before = max(before, have)
                 if attempts >= MAX_ATTEMPTS:
                     raise
-                time.sleep(RETRY_WAIT_S)
+                time.sleep(self.retry_wait_s)
             else:
                 return
 

@@ -53,8 +53,6 @@ KNOWN = (
 DOCUMENT_KEYS = (*workload_json.KEYS, *VLLM_ARRAYS, *VLLM_RUN_KEYS)
 """Keys of documents: a file with one of them is read whole."""
 MAX_KEYS_SHOWN = 8
-MAX_UNSORTED = 1_000_000
-"""Maximum requests of a file whose lines are not in order of arrival; they are sorted in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,8 @@ class ReadOptions:
     keep their timestamp."""
     engine: int | None = None
     """Number of the engine whose requests are read from a recording; None: the only one."""
+    max_unsorted: int = 1_000_000
+    """Maximum requests of a file whose lines are not in order of arrival; they are sorted in memory."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf:
@@ -131,15 +131,15 @@ class _FileRequests:
         with open_source(self.path) as stream:
             requests = self.format.read(numbered_lines(stream, self.path.name), self.path.name)
             if not self.format.is_sorted:
-                requests = iter(_sorted(requests))
+                requests = iter(_sorted(requests, self.options.max_unsorted))
             yield from _some(shaped(requests, self.options), self.path.name)
 
 
-def _sorted(rows: Iterable[WorkloadRequest]) -> list[WorkloadRequest]:
+def _sorted(rows: Iterable[WorkloadRequest], most: int) -> list[WorkloadRequest]:
     requests: list[WorkloadRequest] = []
     for row in rows:
-        if len(requests) == MAX_UNSORTED:
-            raise TraceError(f"{row.place}: more than {MAX_UNSORTED} requests in unsorted lines; shorten the file")
+        if len(requests) == most:
+            raise TraceError(f"{row.place}: more than {most} requests in unsorted lines; shorten the file")
         requests.append(row)
     return sorted(requests, key=lambda request: request.arrival)
 

@@ -31,7 +31,7 @@ from lockstep.server.batches.input_file import MAX_FILE_BYTES
 from lockstep.server.batches.job import BatchJob
 from lockstep.server.batches.journal import Journal, durable_file
 from lockstep.server.batches.schema import ENDED, Batch, StoredFile, derived_id
-from lockstep.server.database import OWNER_ONLY, Database, Schema
+from lockstep.server.database import BUSY_TIMEOUT_S, OWNER_ONLY, Database, Schema
 from lockstep.system import SYSTEM, System
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,8 @@ class StoreLimits:
     """Maximum size of all files together, checked for uploads. Results are written even beyond it."""
     max_batches: int = 1_000
     """Maximum number of batches per tenant. Above it, the oldest ended batch is removed, but not its files."""
+    busy_timeout_s: float = BUSY_TIMEOUT_S
+    """Time limit in seconds to wait for another process that uses the folder."""
 
 
 class BatchStore:
@@ -112,7 +114,7 @@ class BatchStore:
                 each.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{self._folder}: batches cannot be stored there: {error}") from error
-        self.database = Database(self._folder / "batches.db", SCHEMA, system)
+        self.database = Database(self._folder / "batches.db", SCHEMA, system, self.limits.busy_timeout_s)
         self._sweep()
 
     def close(self) -> None:

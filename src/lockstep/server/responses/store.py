@@ -71,10 +71,13 @@ class ResponseStore:
         ConfigError: the file cannot be opened or created, or it is not a response database.
     """
 
-    def __init__(self, path: Path | None, max_responses: int, max_bytes: int = MAX_STORED_BYTES) -> None:
+    def __init__(
+        self, path: Path | None, max_responses: int, max_bytes: int = MAX_STORED_BYTES, max_chain: int = MAX_CHAIN
+    ) -> None:
         self._database = Database(path or IN_MEMORY, SCHEMA)
         self._max_responses = max_responses
         self._max_bytes = max_bytes
+        self._max_chain = max_chain
         self._totals: tuple[int, int, int] | None = None
         """Version of the data after the last insertion, with the count and bytes of all responses. Counting them takes
         160 us, and a single server does it once."""
@@ -118,9 +121,9 @@ class ResponseStore:
         newest_first: list[StoredResponse] = []
         following: str | None = response_id
         while following is not None:
-            if len(newest_first) == MAX_CHAIN:
+            if len(newest_first) == self._max_chain:
                 raise InvalidParameterError(
-                    f"the conversation up to {response_id} has more than {MAX_CHAIN} responses; send it as input",
+                    f"the conversation up to {response_id} has more than {self._max_chain} responses; send it as input",
                     param=param,
                 )
             newest_first.append(await self.get(following, tenant, param))

@@ -31,19 +31,11 @@ from lockstep.worker.flight.rotation import make_room
 
 log = logging.getLogger(__name__)
 
-NUM_FILES = 8
-"""Approximate number of files of a recording; the oldest is deleted to make room for the newest."""
 MAX_FRAME_BYTES = 1 << 20
 """Size from which a frame is ended, in bytes. A reader holds one whole frame in memory."""
-MAX_QUEUED_BYTES = 16 << 20
-"""Maximum size of the chunks that wait for the disk, in bytes; further chunks are lost."""
-RETRY_S = 5.0
-"""Delay in seconds after a failure before the next file is tried."""
 WARN_INTERVAL_S = 600.0
 """Minimum interval in seconds between log lines about lost chunks; metrics and health report them at once."""
 CLOSE_LIMIT_S = 2.0
-LIST_INTERVAL_S = 1.0
-"""Minimum interval in seconds at which a growing file is listed in the folder's manifest."""
 LEVEL = 3
 
 
@@ -57,6 +49,8 @@ class TraceReport:
     """Number of times that chunks could not be written, after which the recording continues in a new file."""
     fault: str = ""
     """Reason why nothing is being recorded now; empty: recording works."""
+    num_queued_bytes: int = 0
+    """Number of bytes of chunks that wait for the disk."""
 
 
 class _State(Enum):
@@ -83,12 +77,13 @@ class TraceFiles:
     """Writes chunks of entries. One thread calls `begin`, `put` and `close`; any thread may call the rest."""
 
     def __init__(self, options: TraceOptions, suffix: str = SUFFIX, system: System = SYSTEM) -> None:
+        self._options = options
         self._folder = Path(options.directory)
         self._system, self._now_s = system, system.now_s
         self.manifest = FolderManifest(self._folder, system)
         self._suffix = suffix
         self._max_bytes = options.max_bytes
-        self._max_file_bytes = options.max_bytes // NUM_FILES
+        self._max_file_bytes = options.max_bytes // options.num_files
         started = time.gmtime(system.unix_time_s())
         self.run = f"{time.strftime('%Y%m%d-%H%M%S', started)}-{os.getpid()}-{self.manifest.id[:4]}"
         """Name of this recording's files, unique among machines; later recordings have names that sort later."""
@@ -159,7 +154,7 @@ class TraceFiles:
         self._thread.join(CLOSE_LIMIT_S)
 
     def report(self) -> TraceReport:
-        return TraceReport(self._num_bytes, self._num_gaps, self._fault)
+        return TraceReport(self._num_bytes, self._num_gaps, self._fault, self._num_queued)
 
     def _move_to(self, state: _State) -> None:
         """Change the state; the caller holds the lock."""
@@ -170,7 +165,7 @@ class TraceFiles:
         with self._lock:
             if self._state is _State.BROKEN:
                 return  # the file cannot be read beyond lost chunks
-            fits = self._num_queued + size <= MAX_QUEUED_BYTES
+            fits = self._num_queued + size <= self._options.max_queued_bytes
             self._num_queued += size if fits else 0
         if fits:
             self._chunks.put(item)
@@ -267,7 +262,7 @@ class TraceFiles:
             rest = rest[written:]
         self._num_bytes += len(data)
         if self._list_s is None:
-            self._list_s = self._listed_s + LIST_INTERVAL_S
+            self._list_s = self._listed_s + self._options.list_interval_s
         self._fault = ""
 
     def _finish(self) -> None:
@@ -290,7 +285,7 @@ class TraceFiles:
         """Stop writing until the next attempt; if a file was to be begun, the next one gets its number."""
         with self._lock:
             self._move_to(_State.BROKEN)
-            self._retry_s = self._now_s() + RETRY_S
+            self._retry_s = self._now_s() + self._options.retry_s
             self._num_gaps += 1
             self.gap = why
             if number > 0:

@@ -154,14 +154,18 @@ def read_manifest(path: Path) -> Manifest:
 
 
 class FolderManifest:
-    """Appends lines to this machine's manifest of a folder. Safe for any thread and process; each call appends once."""
+    """Appends lines to this machine's manifest of a folder. Safe for any thread and process; each call appends once.
 
-    def __init__(self, folder: Path, system: System = SYSTEM) -> None:
+    Args:
+        max_bytes: size from which the manifest is compacted, if it has also doubled since the last time.
+    """
+
+    def __init__(self, folder: Path, system: System = SYSTEM, max_bytes: int = MAX_BYTES) -> None:
         self.folder = folder
         self.system = system
         self.id = _id_of(folder)
         self.path = folder / f"{self.id}{MANIFEST_SUFFIX}"
-        self._max_bytes = MAX_BYTES
+        self._least_bytes = self._max_bytes = max_bytes
 
     def put(self, *lines: Listed, path: Path | None = None) -> None:
         """List files.
@@ -183,7 +187,7 @@ class FolderManifest:
             if os.fstat(descriptor).st_size > self._max_bytes:
                 with suppress(OSError, TraceError):  # the longer manifest remains valid
                     self.system.write_file(path, _compacted(path))
-                self._max_bytes = max(MAX_BYTES, 2 * path.stat().st_size)
+                self._max_bytes = max(self._least_bytes, 2 * path.stat().st_size)
 
 
 def lock(descriptor: int, operation: int) -> bool:

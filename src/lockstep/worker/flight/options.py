@@ -23,6 +23,19 @@ class TraceOptions(msgspec.Struct, frozen=True):
     key_file: str = ""
     """Path of the file with the secret of the digests (`lockstep.worker.flight.content`); empty: each recording has a
     random one. A file, since other users can read the command line of a process."""
+    num_files: int = 8
+    """Approximate number of files of a recording; the oldest is deleted to make room for the newest."""
+    max_queued_bytes: int = 16 << 20
+    """Maximum size of the chunks that wait for the disk, in bytes; further chunks are lost."""
+    max_contents: int = 1 << 18
+    """Maximum number of block hashes that the entries of a file may refer to; with more, the next file begins, with
+    those that are in use. The beginning of a file of routes may have twice as many."""
+    flush_interval_s: float = 1.0
+    """Interval in seconds at which recorded steps are written to the disk."""
+    list_interval_s: float = 1.0
+    """Minimum interval in seconds at which a growing file is listed in the folder's manifest."""
+    retry_s: float = 5.0
+    """Delay in seconds after a failure to write before the next file is tried."""
 
     def share(self, parts: int) -> TraceOptions:
         """Options of a secondary recording: without content, and with one part in this many of the size limit."""

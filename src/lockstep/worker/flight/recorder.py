@@ -62,12 +62,8 @@ from lockstep.worker.messages import AnswerShown, TokenizerPayload
 
 log = logging.getLogger(__name__)
 
-FLUSH_INTERVAL_S = 1.0
-"""Approximate time in seconds after which entries reach the disk."""
 MAX_CHUNK_BYTES = 1 << 16
 """Size of collected entries in bytes from which they are queued for the disk at once."""
-MAX_CONTENTS = 1 << 18
-"""Number of remembered block hashes from which the next file begins, which keeps only those in use."""
 DEFECT = "a defect of the recorder ended the recording; the log has the exception"
 
 
@@ -81,7 +77,7 @@ class Recorder:
 
     def __init__(self, options: TraceOptions, turns: DeviceScheduler, system: System = SYSTEM) -> None:
         self.has_content = options.has_content
-        self._directory = options.directory
+        self._options = options
         self.digests = Digests(_secret_of(options))
         self._writer = RecordingWriter(options, SUFFIX, self.digests.key_name, system)
         self._files, self.chunk = self._writer.files, self._writer.chunk
@@ -124,7 +120,7 @@ class Recorder:
             return write_text(self._files.manifest, TokenizerPayload.of(model.tokenizer.parts))
         except OSError as error:
             what = "the vocabulary of %s cannot be written to %s, so this recording cannot be served: %s"
-            log.warning(what, model.name, self._directory, error.strerror)
+            log.warning(what, model.name, self._options.directory, error.strerror)
             return ""
 
     def report(self) -> TraceReport:
@@ -142,7 +138,7 @@ class Recorder:
         if self._files.is_steady:
             num_bytes = self.chunk.num_bytes
             if num_bytes and (num_bytes >= MAX_CHUNK_BYTES or self._now_s() >= self._flush_s):
-                if len(self.contents) > MAX_CONTENTS:
+                if len(self.contents) > self._options.max_contents:
                     self._begin_file()
                 else:
                     self._flush()
@@ -248,7 +244,7 @@ class Recorder:
         with self._lock:
             self._needs = {name: None for engine in self._engines.values() for name in engine.needs}
         self._writer.begin(self._put_state, tuple(self._needs))
-        self._flush_s = self._now_s() + FLUSH_INTERVAL_S
+        self._flush_s = self._now_s() + self._options.flush_interval_s
 
     def _put_state(self) -> None:
         self.contents.forget_others()
@@ -266,7 +262,7 @@ class Recorder:
 
     def _flush(self) -> None:
         self._writer.flush(tuple(self._needs))
-        self._flush_s = self._now_s() + FLUSH_INTERVAL_S
+        self._flush_s = self._now_s() + self._options.flush_interval_s
 
     def _stop(self) -> None:
         """Discard the collected entries because nothing can be written, until a file can be begun again."""
