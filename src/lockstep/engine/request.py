@@ -45,7 +45,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     conversation."""
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = Priority.NORMAL
-    """Lower is served first."""
+    """Priority in the queue; a lower number is served first."""
     tenant: str = ""
     """Tenant whose share the request counts against with ``order="fair"``."""
     cache_salt: str = ""
@@ -55,11 +55,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     queue_deadline_s: float | None = None
     """Seconds from submission after which it ends with ``deadline`` if none of its tokens was computed."""
     reasoning: Reasoning | None = None
-    """How reasoning is separated from content; None: everything is content, except in a conversation, which has its own
-    setting. Stop strings apply only to content."""
+    """Reasoning tags that separate reasoning from content; None: everything is content, except in a conversation, which
+    has its own setting. Stop strings apply only to content."""
     pooling: Pooling | None = None
-    """Not None: an embedding request, whose answer is one vector of the prompt's hidden states and no text; ``params``
-    is unused."""
+    """Pooling of an embedding request, whose answer is one vector of the prompt's hidden states and no text, and whose
+    ``params`` are unused; None: the request generates text."""
     shown_specials: tuple[str, ...] = ()
     """Special tokens whose text is part of the answer, e.g. those of tool calls. Other special tokens are skipped."""
     prompt_logprobs: int | None = None
