@@ -39,8 +39,8 @@ class SessionChange(msgspec.Struct, frozen=True, array_like=True):
     owner: str
     session_id: str
     what: Literal["admitted", "kept", "swept"]  # plain: wire value
-    """Kind of change. ``admitted``: the first request of the session was admitted. ``kept``: a request has ended, and
-    its blocks stay on the device. ``swept``: the session was evicted from the device."""
+    """Kind of change: the first request of the session was admitted; a request has ended, and its blocks stay on the
+    device; or the session was evicted from the device."""
     num_blocks: int = 0
     """Number of full blocks that it holds now, or, after an eviction, that became free."""
     num_tokens: int = 0
