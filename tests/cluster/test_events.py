@@ -24,7 +24,7 @@ async def first(log: EventLog, count: int, after_id: int | None = None) -> list[
     return events
 
 
-async def test_every_watcher_sees_what_happens_after_it_came() -> None:
+async def test_subscribers_receive_events_after_their_subscription() -> None:
     log = EventLog(unix_time_s=lambda: 7.0)
     warm(log, "early")
     watchers = [asyncio.create_task(first(log, 2)) for _ in range(3)]

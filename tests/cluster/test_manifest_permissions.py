@@ -128,7 +128,7 @@ def test_all_that_a_key_may_not_name_is_one_refusal_whether_it_is_there_or_not(k
     assert "secret" not in str(body) + told
 
 
-def test_a_key_may_name_what_lies_in_the_folder_or_is_declared(keyed: Machine) -> None:
+def test_key_may_name_files_in_the_manifest_folder_and_declared_sources(keyed: Machine) -> None:
     free = [str(keyed.folder / "model.gguf"), str(keyed.outside / "model.gguf"), "stub://b", "pocket://"]
     for source in free:
         assert keyed.put_source(source).status_code == 200, source
@@ -307,7 +307,7 @@ def test_addresses_that_are(address: str) -> None:
     assert is_public(address)
 
 
-def test_names_say_nothing_of_themselves_but_those_of_loopback() -> None:
+def test_only_loopback_names_count_as_private_without_resolution() -> None:
     hosts = ("localhost", "LOCALHOST.", "a.localhost", "example.com", "localhost.example.com", "2130706433")
     assert [is_plainly_private(host) for host in hosts] == [True, True, True, False, False, False]
 

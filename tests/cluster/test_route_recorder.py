@@ -83,7 +83,7 @@ def test_each_file_begins_with_the_state_of_every_group(tmp_path: Path) -> None:
     assert (verdict.diverged, verdict.findings) == (None, ()), "the oldest may have been deleted"
 
 
-def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(tmp_path: Path) -> None:
+def test_full_disk_causes_a_gap_and_the_next_file_is_readable_without_the_lost_part(tmp_path: Path) -> None:
     life = History(RouteRecorder(TraceOptions(str(tmp_path), retry_s=0.0)), seed=2)
     life.live(100)
     life.recorder._files._break("No space left on device", 0)

@@ -127,7 +127,7 @@ def _has_ended(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_who_has_lost_rays_head_still_answers_and_can_leave(folder: Path) -> None:
+def test_gateway_without_rays_head_still_serves_and_can_stop(folder: Path) -> None:
     """For longer than the minute after which Ray would end this process."""
     patient = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
     with started(patient, ("host_a",)) as nodes, serve(nodes.address, folder, nodes.environment) as process:

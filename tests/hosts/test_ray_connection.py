@@ -69,7 +69,7 @@ def test_ray_runs_without_usage_statistics_and_with_token_authentication(tmp_pat
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
 
 
-def test_what_a_user_of_ray_has_set_stays(tmp_path: Path) -> None:
+def test_existing_settings_of_ray_are_kept(tmp_path: Path) -> None:
     rays = tmp_path / ".ray" / "auth_token"
     rays.parent.mkdir()
     rays.write_text("a token of Ray's")

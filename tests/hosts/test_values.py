@@ -62,7 +62,7 @@ def test_no_replica_goes_where_it_has_no_room_or_may_not_be() -> None:
     assert chosen(wanted, hosts, ["id_d", "id_e"]) == ["", ""]
 
 
-def test_why_a_replica_waits_names_what_each_host_has_or_who_has_room() -> None:
+def test_wait_reason_lists_resources_of_each_host_or_the_hosts_with_room() -> None:
     demand = Demand("k", "stub://a", LoadOptions(), resources={"CPU": 2.0, "memory": 1e9})
 
     def host(name: str, cpus: float, memory: float, **changes: bool) -> Host:

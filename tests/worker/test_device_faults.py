@@ -67,7 +67,7 @@ def test_an_interrupt_in_a_step_ends_its_requests_and_no_worker(
     assert bench.checked().fault == ""
 
 
-def test_whatever_a_library_raises_is_a_load_that_failed(
+def test_any_exception_of_a_library_is_a_failed_load(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patched:

@@ -37,14 +37,14 @@ def test_equals_step_in_turn() -> None:
     assert [serve(turns, ALL, "abc", cost) for _ in range(7)] == ["a", "b", "c", "a", "b", "c", "a"]
 
 
-def test_who_has_no_work_is_passed_over() -> None:
+def test_replica_without_work_is_passed_over() -> None:
     turns = DeviceScheduler()
     assert serve(turns, ALL, "b", {"b": MS}) == "b"
     assert turns.choose(ALL, "") is None
     assert turns.choose(ALL, "abc") == "a"
 
 
-def test_who_was_unloaded_is_forgotten_with_its_debt() -> None:
+def test_unloaded_replica_loses_its_debt() -> None:
     turns = DeviceScheduler()
     assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
     assert turns.choose({"b": 0, "c": 0}, "bc") == "b"
@@ -59,7 +59,7 @@ def test_debts_are_cleared_when_no_replica_has_work() -> None:
     assert [serve(turns, ALL, "abc", cost) for _ in range(6)] == ["b", "c", "a", "b", "c", "a"]
 
 
-def test_who_spent_exactly_its_credit_has_none() -> None:
+def test_replica_that_spent_exactly_its_credit_has_none() -> None:
     """Neither in the round in which it is spent, nor in one that only pays off a debt."""
     priorities = {"a": Priority.HIGH, "b": Priority.NORMAL}
     grants = {key: QUANTUM_US * weight_of(priority) for key, priority in priorities.items()}
@@ -71,7 +71,7 @@ def test_who_spent_exactly_its_credit_has_none() -> None:
     assert serve(turns, priorities, "ab", {"b": MS}) == "b", "a has spent this round's"
 
 
-def test_a_debt_is_paid_off_by_rounds_in_which_its_owner_has_no_work() -> None:
+def test_debt_is_reduced_by_rounds_without_work() -> None:
     turns, grant_us = DeviceScheduler(), QUANTUM_US * weight_of(0)
     assert serve(turns, ALL, "abc", {"a": 4 * grant_us}) == "a"
     for _ in range(4):
@@ -79,7 +79,7 @@ def test_a_debt_is_paid_off_by_rounds_in_which_its_owner_has_no_work() -> None:
     assert turns.choose(ALL, "ab") == "a"
 
 
-def test_who_is_replaced_by_another_is_forgotten_with_its_debt() -> None:
+def test_replaced_replica_loses_its_debt() -> None:
     turns = DeviceScheduler()
     assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
     assert serve(turns, {"b": 0, "c": 0, "d": 0}, "b", {"b": MS}) == "b"
@@ -115,7 +115,7 @@ def test_any_integer_is_a_class() -> None:
     assert [weight_of(priority) for priority in (-9, -2, -1, 0, 1, 9)] == [8, 8, 4, 2, 1, 1]
 
 
-def test_who_comes_back_steps_before_worse_classes_of_the_same_round() -> None:
+def test_replica_that_gets_work_steps_before_lower_priorities_of_the_round() -> None:
     priorities = {"router": Priority.CRITICAL, "a": 0, "b": 0}
     turns = DeviceScheduler()
     cost = dict.fromkeys(priorities, MS)

@@ -171,7 +171,7 @@ async def test_a_process_that_was_started_ahead_is_the_first_worker_and_no_later
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
-async def test_a_process_ends_though_the_first_who_closed_it_was_cancelled() -> None:
+async def test_process_ends_although_the_first_close_was_cancelled() -> None:
     worker = SupervisedWorker(WorkerOptions("process"))
     await worker.start()
     pid = worker.pid

@@ -173,7 +173,7 @@ def test_a_vector_keeps_its_bits() -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 9), min_size=1))
-def test_frames_are_found_however_the_stream_is_cut(bodies: list[bytes], cuts: list[int]) -> None:
+def test_frames_are_found_in_a_stream_cut_anywhere(bodies: list[bytes], cuts: list[int]) -> None:
     stream, reader, found = b"".join(map(framed, bodies)), FrameReader(), []
     turn = 0
     while stream:
@@ -198,7 +198,7 @@ def test_a_request_of_wrong_types_is_refused_by_its_id() -> None:
     assert "priority" in str(refusal.error)
 
 
-def test_what_is_no_request_cannot_be_refused() -> None:
+def test_invalid_body_without_a_request_has_no_refusal() -> None:
     body = event_encoder().encode(Loading("model", "read", 0.5))
     with pytest.raises(msgspec.ValidationError) as caught:
         command_decoder().decode(body)

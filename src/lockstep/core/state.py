@@ -74,7 +74,7 @@ class KVState(NamedTuple):
     moved_out: tuple[int, ...]
     """Ids of sequences that the current step moves to the host, completely or in part."""
     moved_in: tuple[tuple[int, int], ...]
-    """Sequences that the current step moves back, as pairs of id and number of blocks that it had on the device before."""
+    """Sequences that the current step moves back, as pairs of id and number of blocks already on the device before."""
 
 
 class SchedulerState(NamedTuple):

@@ -128,7 +128,7 @@ def test_a_parameter_that_decides_the_output_changes_the_digest(tmp_path: Path, 
     assert plain.prompt == other.prompt
 
 
-def test_what_decides_nothing_changes_no_digest(tmp_path: Path) -> None:
+def test_parameters_without_effect_do_not_change_digests(tmp_path: Path) -> None:
     """The seed decides, and is in the recording by itself: mirrored requests may have to be given the effective one."""
     other = SamplingParams(max_tokens=5, seed=2, ignore_eos=True, n=2, logprobs=3)
     path = recorded(tmp_path, [ask(), ask(other)])
@@ -166,7 +166,7 @@ def test_each_sequence_has_an_end_and_a_request_one_entry(tmp_path: Path) -> Non
     assert sorted((entry.seq_id, entry.num_tokens) for entry in outputs_in(path)) == [(0, 5), (1, 5), (2, 5)]
 
 
-def test_what_is_aborted_has_the_tokens_that_it_got(tmp_path: Path) -> None:
+def test_aborted_sequence_has_a_digest_of_its_tokens_so_far(tmp_path: Path) -> None:
     with running(trace=TraceOptions(str(tmp_path))) as bench:
         bench.ready("a", "stub://alpha?step_ms=1")
         bench.tell(Submit(7, "a", ask(ENDLESS)), Abort("a", (7,)))

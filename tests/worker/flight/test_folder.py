@@ -128,7 +128,7 @@ def test_a_manifest_of_another_schema_is_refused_by_its_number(tmp_path: Path) -
         read_manifest(path)
 
 
-def test_a_long_manifest_is_written_again_without_what_was_deleted(tmp_path: Path) -> None:
+def test_long_manifest_is_compacted_without_deleted_files(tmp_path: Path) -> None:
     manifest = FolderManifest(tmp_path, max_bytes=2_000)
     for number in range(200):
         name = f"{number:03}"
