@@ -320,7 +320,7 @@ async def test_no_request_waits_for_another_that_has_no_session_either() -> None
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-async def test_single_model_without_a_budget_sizes_its_pool_by_available_memory(max_num_seqs: int) -> None:
+async def test_single_model_without_a_budget_has_a_pool_for_whole_contexts(max_num_seqs: int) -> None:
     """Whole contexts of all that run; with another model, or a budget, the share of it."""
     engine = EngineOptions(max_num_seqs=max_num_seqs)
     model = one_model("stub://alpha", load=LoadOptions(engine))

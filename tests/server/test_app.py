@@ -276,7 +276,7 @@ async def test_prompts_are_logged_with_log_prompts(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("logs_user", [False, True])
-async def test_lines_tell_one_user_from_another_and_not_who_that_is(
+async def test_log_lines_distinguish_users_by_hash_unless_users_are_logged(
     caplog: pytest.LogCaptureFixture, logs_user: bool
 ) -> None:
     caplog.set_level(logging.DEBUG)

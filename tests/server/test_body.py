@@ -50,7 +50,7 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", TOO_LONG)
-def test_what_no_context_can_hold_is_refused_by_its_characters(pocket: Living, case: str) -> None:
+def test_text_longer_than_any_context_is_rejected_by_its_characters(pocket: Living, case: str) -> None:
     path, body = TOO_LONG[case]
     refused = pocket.post(path, body)
     assert refused.status_code == 400

@@ -40,7 +40,7 @@ def samples() -> Samples:
     return found
 
 
-def test_what_waits_and_where_prompts_came_from(samples: Samples) -> None:
+def test_waiting_requests_and_prompt_tokens_are_counted_by_reason_and_source(samples: Samples) -> None:
     assert samples["vllm:num_requests_waiting_by_reason", (("reason", "capacity"),)] == 0
     assert samples["vllm:num_requests_waiting_by_reason", (("reason", "deferred"),)] == 0
     assert samples["vllm:prompt_tokens_by_source_total", (("source", "local_compute"),)] == 104

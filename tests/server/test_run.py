@@ -61,7 +61,7 @@ def test_a_signal_ends_an_idle_server_at_once() -> None:
         assert not server.base_url.endswith(":0"), "the port that was really taken"
 
 
-def test_what_is_in_flight_is_finished_and_nothing_else_is_begun() -> None:
+def test_draining_server_finishes_open_requests_and_accepts_no_new_ones() -> None:
     with serve("stub://alpha", *IN_THREAD) as server, in_flight(server) as slow:
         server.signal(signal.SIGTERM)
         wait_until_draining(server)
@@ -122,7 +122,7 @@ async def frames_of(client: httpx2.AsyncClient, max_tokens: int, begun: asyncio.
 
 
 @pytest.mark.slow
-def test_who_does_not_even_send_a_body_is_cut_off() -> None:
+def test_client_without_a_body_is_disconnected_at_the_shutdown_timeout() -> None:
     with serve("stub://alpha", *IN_THREAD, "--shutdown-timeout", "0.2") as server, in_flight(server) as slow:
         server.signal(signal.SIGTERM)
         assert server.wait() == 0

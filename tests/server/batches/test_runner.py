@@ -166,7 +166,7 @@ async def test_a_file_larger_than_one_may_be_is_refused(small: httpx2.AsyncClien
     assert kept.json() == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
 
-async def test_what_is_no_form_is_refused(small: httpx2.AsyncClient) -> None:
+async def test_body_that_is_not_a_form_is_rejected(small: httpx2.AsyncClient) -> None:
     for body, kind in (
         (b"{}", "application/json"),
         (b"x", "multipart/form-data"),
