@@ -1,8 +1,8 @@
 """Flight recordings as observations: each sequence that `lockstep serve --trace` recorded is one request of its side.
 
-A recording is decided again while it is read, so that its figures are those of steps that this version stands for.
-Answers of two recordings compare by their keyed digests if both have a key of one name, and by their tokens if both
-hold contents; otherwise they are evidence of latency only.
+The steps of a recording are decided again while it is read, so that its figures result from decisions of this version.
+Answers of two recordings compare by their keyed digests if the keys have the same name, and by their tokens if both
+recordings have content; otherwise they are evidence of latency only.
 """
 
 from __future__ import annotations

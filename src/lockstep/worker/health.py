@@ -35,7 +35,7 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """Limits beyond which a worker is in trouble or hangs."""
+    """Limits beyond which a worker is unhealthy or hangs."""
 
     step_s: float = 30.0
     """Maximum time in seconds without a completed step while requests wait. Beyond it, no requests are sent to the
