@@ -55,7 +55,7 @@ def test_first_byte_of_the_trial_request_closes_the_breaker() -> None:
     assert breaker.state is BreakerState.CLOSED
 
 
-def test_an_answer_that_only_began_is_no_proof() -> None:
+def test_answer_that_only_began_does_not_reset_the_breaker() -> None:
     breaker = opened()
     trial = breaker.began(admitted(breaker, 1.0))
     breaker.failed(trial, 1.0)

@@ -116,7 +116,7 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("tier", "gpu", "ram"), [(Tier.RESIDENT, 1_000 * MB, None), (Tier.STANDBY, None, 1_000 * MB)]
     )
-    def test_the_first_that_does_not_fit_is_named(self, tier: Tier, gpu: int | None, ram: int | None) -> None:
+    def test_first_model_over_budget_is_named(self, tier: Tier, gpu: int | None, ram: int | None) -> None:
         table = check([stub("a", tier), stub("b", tier)], bounds(gpu, ram))
         assert [row.verdict for row in table.rows] == [BudgetVerdict.FITS, BudgetVerdict.EXCEEDS]
         assert not table.is_within_budget

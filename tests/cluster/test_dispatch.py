@@ -108,7 +108,7 @@ def test_entry_constraint_contains_every_routable_word_and_none() -> None:
         ("intent=", None),
     ],
 )
-def test_the_value_in_an_answer(answer: str, value: str | None) -> None:
+def test_value_is_parsed_from_an_answer(answer: str, value: str | None) -> None:
     assert BY_FIELD.read(answer) == value
 
 
@@ -118,7 +118,7 @@ def test_of_a_long_answer_only_the_beginning_is_looked_at() -> None:
 
 
 @given(FIELDS, WORDS, st.sampled_from(["{word}", "{field}={word}", "{field}: {word}", " {word}\n", "json"]))
-def test_a_word_is_read_from_every_form_of_answer(field_name: str, word: str, form: str) -> None:
+def test_decision_is_read_from_every_form_of_answer(field_name: str, word: str, form: str) -> None:
     rule = DispatchRule("router", field_name, "specialists")
     answer = json.dumps({field_name: word}) if form == "json" else form.format(field=field_name, word=word)
     assert rule.read(answer) == word

@@ -115,7 +115,7 @@ def test_the_error_names_the_text_and_every_line() -> None:
         ("cluster: x\nmodels: {m: {source: 'pocket://', sampling: {temperature: .nan}}}\n", "a number"),
     ],
 )
-def test_texts_that_are_no_manifest_at_all(text: str, words: str) -> None:
+def test_invalid_manifest_texts(text: str, words: str) -> None:
     assert words in " ".join(map(str, problems_of(text)))
 
 
@@ -161,7 +161,7 @@ def test_accented_letters_are_not_reported_as_lookalikes() -> None:
         ("tier: resident", "tier: !secret resident", 8, "models.router.tier"),
     ],
 )
-def test_a_tag_is_named_as_it_was_written_and_nothing_is_made_of_it(old: str, new: str, line: int, where: str) -> None:
+def test_yaml_tag_is_reported_as_written(old: str, new: str, line: int, where: str) -> None:
     (tag,) = (word for word in new.split() if word.startswith("!"))
     told = [(problem.line, problem.where) for problem in problems_of(BASE.replace(old, new, 1)) if tag in str(problem)]
     assert told == [(line, where)]

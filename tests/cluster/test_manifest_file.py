@@ -153,7 +153,7 @@ def test_every_key_means_its_field() -> None:
     )
 
 
-def test_hosts_of_defaults_are_not_no_hosts() -> None:
+def test_empty_hosts_block_is_kept_as_default_hosts() -> None:
     text = "cluster: x\nmodels: {m: {source: 'pocket://'}}\n"
     manifest = parse(f"{text}hosts: {{}}\n")
     assert manifest.hosts == Hosts()
@@ -268,7 +268,7 @@ def test_a_manifest_in_json_may_write_a_character_as_a_surrogate_pair() -> None:
     assert parse(written).entry("m").system_prompt == "a 😀 b"
 
 
-def test_words_that_yaml_once_took_for_booleans_are_words() -> None:
+def test_yaml_1_1_booleans_are_strings() -> None:
     manifest = parse("cluster: no\nmodels: {on: {source: off}}\n")
     assert (manifest.cluster, manifest.entries[0].id, manifest.entries[0].source) == ("no", "on", "off")
 

@@ -210,7 +210,7 @@ def test_permissions_are_for_admins_or_for_every_caller_of_a_server_without_remo
     assert permissions("key-1", api_keys=("k",), allow_private_remotes=True) == (False, True)
 
 
-def test_a_model_that_turns_out_to_be_none_was_never_there() -> None:
+def test_error_of_an_opened_source_is_redacted_for_senders_without_permissions() -> None:
     names = OperatorNames(Manifest("c", ()), Path.cwd(), lambda path: None, opens_sources=True)
     check = names.check_for(NONE)
     source = str(Path.cwd() / "m.gguf")
@@ -303,7 +303,7 @@ def test_addresses_that_are_not_public(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_addresses_that_are(address: str) -> None:
+def test_public_addresses(address: str) -> None:
     assert is_public(address)
 
 

@@ -291,7 +291,7 @@ async def test_a_model_that_cannot_be_loaded_is_one_clear_error(kind: Kind, tmp_
     await model.close()
 
 
-def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
+def test_worker_process_runs_under_uvloop() -> None:
     """uvloop is what the server runs on; the stream to the process is made by its own means."""
     if sys.platform == "win32":
         pytest.skip("there is no uvloop")

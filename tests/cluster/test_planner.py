@@ -326,7 +326,7 @@ class TestSmallerBudget:
         assert planned(resident("a", num_busy=1), wanted("b", 0), budget=3) == (Drain("a", ""),)
 
 
-def test_the_next_look_is_at_the_next_moment_that_could_change_the_plan() -> None:
+def test_next_plan_is_at_the_next_time_that_could_change_it() -> None:
     replicas = (
         wanted("a", since_s=NOW_S - 0.5),
         absent("b", is_pinned=True, retry_at_s=NOW_S + 7.0),

@@ -143,7 +143,7 @@ async def test_calls_that_do_not_end_are_cut_when_the_time_is_up() -> None:
             await running
 
 
-async def test_a_session_of_a_model_that_is_gone_is_given_up() -> None:
+async def test_session_of_a_removed_model_is_evicted() -> None:
     limits = "sessions: {idle_threshold: 20ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
     async with clustered(OLD) as cluster:
         await say(cluster, "hello", "billing", session="s")

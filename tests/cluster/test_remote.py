@@ -150,7 +150,7 @@ async def test_closing_ends_open_calls(upstream: ServerProcess) -> None:
     await settled(upstream)
 
 
-async def test_constraints_are_kept_there(upstream: ServerProcess) -> None:
+async def test_remote_answers_obey_constraints(upstream: ServerProcess) -> None:
     for constraint in (Constraint.choice(["billing", "legal"]), Constraint.json_schema({"enum": ["billing", "legal"]})):
         async with remote(url(upstream)) as model:
             output = answer_of(

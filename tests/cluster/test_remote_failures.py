@@ -94,7 +94,7 @@ async def test_every_failure_has_its_error_and_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SILENCES)
-async def test_silence_is_not_waited_out_and_counts(name: str) -> None:
+async def test_silent_server_fails_at_the_timeout_and_counts_as_a_failure(name: str) -> None:
     reply, match = SILENCES[name]
     async with crooked(reply) as server, remote(server.url, num_failures=1, silence_s=0.3) as model:
         with pytest.raises(DeadlineError, match=match):

@@ -58,7 +58,7 @@ def test_digests_of_sessions_compare_under_one_key(tmp_path: Path) -> None:
     assert sessions[0] == sessions[1] != sessions[2]
 
 
-def test_a_session_may_be_called_anything(tmp_path: Path) -> None:
+def test_session_id_may_contain_any_text(tmp_path: Path) -> None:
     of_one_session(tmp_path, "half of one \ud83d", TraceOptions(str(tmp_path), has_content=True))
     verdict = verify_routes(tmp_path)
     assert (verdict.counts, verdict.diverged, verdict.findings) == ({"routes": 1}, None, ())

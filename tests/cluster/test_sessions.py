@@ -35,7 +35,7 @@ async def test_the_least_recently_used_idle_session_gives_way() -> None:
     assert (swept, held.num_held) == (["b", "a"], 2)
 
 
-async def test_when_all_are_busy_a_request_waits_for_its_turn() -> None:
+async def test_request_waits_while_all_sessions_are_busy() -> None:
     held = ModelSessions(1, lambda session: None)
     await held.enter("a")
     await held.enter("a")  # another request of the same session takes no more room
@@ -235,7 +235,7 @@ async def evictions(cluster: Cluster) -> list[tuple[str, str, str]]:
     return told
 
 
-async def test_a_session_that_gives_way_is_one_eviction_with_one_event() -> None:
+async def test_evicted_session_is_counted_once_with_one_event() -> None:
     """To others' sessions, and to requests without one; also where the engine's own bound is what sweeps."""
     async with clustered(ONE) as cluster:
         for number in range(5):

@@ -282,7 +282,7 @@ async def test_unknown_artifact_is_tried_before_its_load(tmp_path: Path) -> None
     assert stages.index("trial") < stages.index("ready")
 
 
-async def test_signals_of_the_terminal_are_the_servers_to_decide_on() -> None:
+async def test_worker_process_ignores_sigint_and_sigterm() -> None:
     async with served("stub://alpha", "process") as model:
         pid = pid_of(model)
         for number in (signal.SIGINT, signal.SIGTERM):

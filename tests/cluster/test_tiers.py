@@ -99,7 +99,7 @@ async def test_a_steady_stream_to_one_model_does_not_starve_the_other() -> None:
         assert num_loads(cluster) <= 3
 
 
-async def test_a_waiter_that_leaves_leaves_no_count_and_its_load_finishes(gate: Gate) -> None:
+async def test_cancelled_waiter_is_not_counted_and_its_load_finishes(gate: Gate) -> None:
     async with clustered(TWO_THAT_DO_NOT_FIT.replace("load_ms=20", f"load_ms={ENDLESS_MS}")) as cluster:
         waiter = asyncio.create_task(say(cluster, "hello", "a"))
         await eventually(lambda: model_of(cluster, "a").num_waiting == 1)

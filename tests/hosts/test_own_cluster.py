@@ -98,7 +98,9 @@ def said(process: subprocess.Popen[str]) -> Any:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow), None])
-def test_our_own_cluster_is_of_this_machine_alone_and_ends_with_us(folder: Path, number: signal.Signals | None) -> None:
+def test_private_cluster_is_limited_to_this_machine_and_ends_with_the_process(
+    folder: Path, number: signal.Signals | None
+) -> None:
     """Where we are killed, Ray's agents of the node need a minute to see that they are alone."""
     with serve("auto", folder, {"RAY_TMPDIR": str(folder)}) as process:
         told = said(process)

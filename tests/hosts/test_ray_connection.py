@@ -29,9 +29,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     os.environ.update(before)
 
 
-async def test_the_cluster_is_the_one_that_was_named_or_joined_or_our_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cluster_address_is_named_joined_or_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await choose_address("auto") is None
     async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

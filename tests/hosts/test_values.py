@@ -19,7 +19,7 @@ def test_every_reason_is_counted_from_the_start() -> None:
     assert use.num_routed == 3
 
 
-def test_seconds_without_it_are_those_between_going_and_coming() -> None:
+def test_unavailable_time_is_the_time_between_loss_and_return() -> None:
     use = ReplicaUse()
     use.mark_available(5.0)
     assert use.away_s(9.0) == 0.0

@@ -44,7 +44,7 @@ def test_probes_and_scrapers_need_no_key(keyed: ServerProcess, path: str) -> Non
         ("GET", "/health/../v1/models"),
     ],
 )
-def test_all_else_needs_one(keyed: ServerProcess, method: str, path: str) -> None:
+def test_all_other_paths_require_a_key(keyed: ServerProcess, method: str, path: str) -> None:
     with keyed.client() as client:
         response = client.request(method, path)
     assert response.status_code == 401
@@ -73,7 +73,7 @@ def test_any_key_opens_in_either_header(keyed: ServerProcess, key: str, form: st
         {"X-Api-Key": "wrong"},
     ],
 )
-def test_nothing_else_opens(keyed: ServerProcess, headers: dict[str, str]) -> None:
+def test_other_keys_are_rejected(keyed: ServerProcess, headers: dict[str, str]) -> None:
     with keyed.client() as client:
         assert client.get("/v1/models", headers=headers).status_code == 401
 
@@ -195,7 +195,7 @@ def spoken(target: str, hosts: tuple[str, ...]) -> bytes:
     return "\r\n".join(lines).encode()
 
 
-def test_with_a_key_any_name_will_do(keyed: ServerProcess) -> None:
+def test_server_with_keys_accepts_any_host_name(keyed: ServerProcess) -> None:
     with keyed.client(api_key=KEYS[0]) as client:
         assert client.get("/v1/models", headers={"Host": "models.example"}).status_code == 200
 

@@ -248,7 +248,7 @@ def test_user_labels_of_a_request_are_logged() -> None:
     assert labels_of(body) == {"run": "7", "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
 
 
-def test_errors_speak_of_the_requests_own_parameters() -> None:
+def test_errors_name_the_parameters_of_the_request() -> None:
     names = reply_to(max_completion_tokens=3, guided_regex="a").names
     error = with_request_param_names(
         InvalidParameterError("max_tokens is 3; it must be more", param="max_tokens"), names

@@ -67,7 +67,7 @@ async def test_every_route_needs_the_key(method: str, path: str) -> None:
         assert (await client.request(method, path)).status_code == 401
 
 
-async def test_one_model_is_a_cluster_that_can_be_looked_at() -> None:
+async def test_single_model_has_a_cluster_snapshot() -> None:
     async with client_of() as client:
         shown = (await client.get("/v1/cluster")).json()
         asked = {"prompt": "x", "max_tokens": 1, "session_id": "s"}

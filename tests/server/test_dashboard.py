@@ -234,7 +234,7 @@ def test_text_of_callers_is_not_interpreted_as_html(server: ServerProcess, open_
     assert page.locator("#panels img, #panels script").count() == 0
 
 
-def test_a_request_leads_to_why_it_waited_and_to_the_command_that_replays_it(open_page: Open, tmp_path: Path) -> None:
+def test_request_row_has_wait_reasons_and_the_replay_command(open_page: Open, tmp_path: Path) -> None:
     flags = ("stub://one?step_ms=20", "--max-num-seqs", "1", "--trace", str(tmp_path / "<b>&trace"))
     with serve(*flags, *IN_THREAD) as server:
         page = open_page(server)

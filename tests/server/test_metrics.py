@@ -63,7 +63,7 @@ def test_types_are_those_that_boards_expect(server: ServerProcess) -> None:
     assert types["http_requests_total"] == "counter"
 
 
-async def test_counts_are_exact_and_gauges_return_to_nothing() -> None:
+async def test_counts_are_exact_and_gauges_return_to_zero() -> None:
     """R requests of T tokens leave R(T-1) latencies between tokens and R first ones."""
     num_requests, num_tokens = 3, 7
     cluster = one_model("stub://alpha", (NAME,))

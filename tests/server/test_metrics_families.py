@@ -146,5 +146,5 @@ def test_the_manual_has_each_of_them_and_no_other() -> None:
     assert named == {(name, tuple(label.partition("=")[0] for label in labels)) for name, *labels in parts}
 
 
-def test_without_hosts_there_is_no_family_of_any() -> None:
+def test_metrics_without_hosts_have_no_host_families() -> None:
     assert hosts_page((), ()) == {}

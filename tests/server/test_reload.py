@@ -60,7 +60,7 @@ async def test_temporary_errors_are_retried(tmp_path: Path, caplog: pytest.LogCa
     assert cluster.text == "cluster: other"
 
 
-async def test_trying_again_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_retries_are_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, cluster = tmp_path / "cluster.yaml", Unlucky(1000)
     path.write_text("cluster: other")
     async with reloading(cluster, path) as reload:

@@ -130,7 +130,7 @@ def test_client_without_a_body_is_disconnected_at_the_shutdown_timeout() -> None
         assert "ending 1 requests that are still open" in server.stderr
 
 
-def test_further_signals_hurry() -> None:
+def test_further_signals_speed_up_the_shutdown() -> None:
     """The second ends what is in flight, which else may take days; the third waits for nothing."""
     with serve("stub://alpha", *IN_THREAD, "--shutdown-timeout", "1e6") as server, in_flight(server):
         server.signal(signal.SIGTERM)
@@ -183,7 +183,7 @@ def test_the_port_opens_when_all_is_known_to_be_right() -> None:
     assert lines == []
 
 
-def test_a_port_is_taken_before_anything_is_looked_at() -> None:
+def test_port_is_bound_before_artifacts_are_opened() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         cluster = Doubtful(taken.getsockname())
         with pytest.raises(UsageError, match="is in use"):

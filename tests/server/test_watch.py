@@ -137,7 +137,7 @@ async def test_the_stream_ends_when_the_server_drains() -> None:
     assert watcher.messages[-1].get("more_body", False) is False
 
 
-async def test_there_are_only_so_many_watchers() -> None:
+async def test_watchers_are_limited_in_number() -> None:
     async with watching() as (_, _, app):
         for _ in range(MAX_WATCHERS - 1):
             app.state.watchers.enter()

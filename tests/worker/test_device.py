@@ -73,7 +73,7 @@ def test_step_is_one_event_that_begins_with_the_accepted_requests(bench: Bench) 
         assert {output.request_id for output in event.outputs} <= seen
 
 
-def test_one_that_the_queue_does_not_take_is_not_accepted(bench: Bench) -> None:
+def test_request_rejected_by_the_queue_is_not_accepted(bench: Bench) -> None:
     tight = LoadOptions(EngineOptions(num_blocks=256, max_num_queued_reqs=2, max_num_seqs=1))
     bench.ready("a", "stub://alpha?step_ms=100", tight)
     bench.tell(*(Submit(number, "a", ask("x", ENDLESS)) for number in range(6)))
@@ -196,7 +196,7 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(bench: Bench) -> No
     assert replica.engine.take() == ([], [], [], [])
 
 
-def test_the_prefix_cache_forgets(bench: Bench) -> None:
+def test_prefix_cache_can_be_reset(bench: Bench) -> None:
     bench.ready("a", "stub://alpha")
     bench.tell(Submit(1, "a", ask("x" * 64)))
     bench.answer(1)

@@ -81,7 +81,7 @@ def test_any_exception_of_a_library_is_a_failed_load(
 
 
 @pytest.mark.parametrize("constraint", [None, Constraint.regex("x+")])
-def test_a_request_that_cannot_be_prepared_ends_alone(
+def test_request_that_cannot_be_prepared_does_not_affect_others(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, constraint: Constraint | None
 ) -> None:
     bench.ready("a", "stub://alpha")

@@ -71,7 +71,7 @@ def test_worker_rejects_a_gateway_without_the_secret() -> None:
     assert not worker.is_done
 
 
-def test_a_proof_is_of_no_use_to_another_link_or_the_other_end() -> None:
+def test_proof_is_invalid_for_another_link_and_for_the_other_end() -> None:
     gateway, worker = ends()
     greeting = gateway.begin()
     answer = worker.feed(greeting)
@@ -105,7 +105,7 @@ def test_bytes_after_the_handshake_are_kept() -> None:
 
 @settings(max_examples=300)
 @given(data=st.binary(max_size=200), is_near=st.booleans(), cut=st.integers(0, 60))
-def test_bytes_of_strangers_end_it_and_nothing_else(data: bytes, is_near: bool, cut: int) -> None:
+def test_invalid_bytes_end_only_their_connection_attempt(data: bytes, is_near: bool, cut: int) -> None:
     """Also such as begin rightly."""
     gateway, worker = ends()
     greeting = gateway.begin()
@@ -116,7 +116,7 @@ def test_bytes_of_strangers_end_it_and_nothing_else(data: bytes, is_near: bool, 
         assert not end.is_done or given_bytes.startswith(greeting)
 
 
-def test_a_strangers_words_cannot_move_a_cursor() -> None:
+def test_refusal_text_of_a_peer_has_no_control_characters() -> None:
     gateway, _ = ends()
     with pytest.raises(LinkRefusedError) as caught:
         gateway.feed(b"LSTP\x00\x08\x1b[2J \xff\x07x")

@@ -144,7 +144,7 @@ async def test_closing_ends_loads_and_waits_for_unloads(kind: Kind, gate: Gate) 
             await worker.load("a", "stub://a", SMALL)
 
 
-def test_the_table_of_states_ends_where_nothing_is_left() -> None:
+def test_state_transitions_end_when_the_worker_is_gone() -> None:
     assert set(LOAD_MOVES) == set(LoadState)
     assert all(LoadState.GONE in moves for state, moves in LOAD_MOVES.items() if state is not LoadState.GONE)
     assert LOAD_MOVES[LoadState.GONE] == ()

@@ -153,7 +153,7 @@ async def test_requests_are_refused_that_the_receiving_thread_does_not_take() ->
 @pytest.mark.parametrize(
     ("number", "how"), [(signal.SIGKILL, "signal 9 (SIGKILL)"), (signal.SIGSEGV, "signal 11 (SIGSEGV)")]
 )
-async def test_a_process_that_dies_is_lost_once_and_by_the_name_of_its_death(number: int, how: str) -> None:
+async def test_ended_process_is_reported_as_lost_once_with_its_signal(number: int, how: str) -> None:
     async with linked("process") as (link, heard):
         assert link.pid is not None
         os.kill(link.pid, number)

@@ -68,7 +68,7 @@ def test_json_line_is_an_object_with_any_values() -> None:
     assert "Müller" in line
 
 
-def test_an_error_brings_its_traceback() -> None:
+def test_error_line_has_its_traceback() -> None:
     text, found = TextFormatter("server").format(failed()), json.loads(JsonFormatter("server").format(failed()))
     first, *traceback = text.splitlines()
     assert first.endswith(" lockstep.worker: no luck")

@@ -61,7 +61,7 @@ async def test_outputs_go_to_their_requests_and_those_of_closed_requests_are_dro
     assert not pending.leave(one)
 
 
-async def test_a_request_that_was_refused_is_not_to_be_aborted() -> None:
+async def test_refused_request_needs_no_abort() -> None:
     pending = PendingRequests()
     mailbox = pending.open("model")
     pending.refused(Refused(mailbox.request_id, QueueFullError("full")))
@@ -70,7 +70,7 @@ async def test_a_request_that_was_refused_is_not_to_be_aborted() -> None:
     assert not pending.leave(mailbox)
 
 
-async def test_a_question_is_answered_once_or_not_at_all() -> None:
+async def test_query_is_answered_at_most_once() -> None:
     pending = PendingRequests()
     ask_id = pending.next_id()
     answer = asyncio.create_task(pending.answer(ask_id, 10.0))

@@ -116,19 +116,19 @@ ERROR_CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**63), max_size=3), st.lists(OUTPUTS, max_size=4))
-def test_the_outputs_of_a_step_come_out_as_they_went_in(accepted: list[int], outputs: list[TokenOutput]) -> None:
+def test_step_outputs_survive_encoding(accepted: list[int], outputs: list[TokenOutput]) -> None:
     event = Outputs(accepted, outputs)
     assert event_decoder().decode(event_encoder().encode(event)) == event
 
 
 @settings(max_examples=60)
 @given(REQUESTS)
-def test_a_request_comes_out_as_it_went_in(request: GenerationRequest) -> None:
+def test_request_survives_encoding(request: GenerationRequest) -> None:
     command = Submit(7, "model", request)
     assert command_decoder().decode(command_encoder().encode(command)) == command
 
 
-def test_how_to_load_comes_out_as_it_went_in() -> None:
+def test_load_command_survives_encoding() -> None:
     options = LoadOptions(
         EngineOptions(num_blocks=7, order="fair", max_num_seqs=3),
         ExecutorOptions(threads=1, cache_dir=Path("/a/b")),

@@ -118,7 +118,9 @@ def test_an_answer_goes_on_with_the_assistants_last_words(asked: anthropic.Anthr
     assert text_of(message) == chat.choices[0].message.content
 
 
-def test_tools_go_round(served: ServerProcess, asked: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_tool_calls_and_results_round_trip(
+    served: ServerProcess, asked: anthropic.Anthropic, client: openai.OpenAI
+) -> None:
     first = asked.messages.create(**given(FORCED))
     [use] = first.content
     assert isinstance(use, ToolUseBlock)

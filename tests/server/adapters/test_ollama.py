@@ -144,7 +144,7 @@ def called(thoughts: str = "") -> tuple[list[ollama.ChatResponse], ollama.ChatRe
     )
 
 
-def test_tools_go_round(asked: ollama.Client, client: openai.OpenAI) -> None:
+def test_tool_calls_and_results_round_trip(asked: ollama.Client, client: openai.OpenAI) -> None:
     """Arguments are an object, a call is told whole, and its result finds it without an id."""
     pieces, whole = called("hm")
     [call] = whole.message.tool_calls or ()

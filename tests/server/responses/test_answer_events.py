@@ -122,7 +122,7 @@ def test_a_response_ends_once() -> None:
         made.end(made.fail("server_error", "late"))
 
 
-def test_a_response_that_could_not_be_kept_fails_after_all() -> None:
+def test_completed_response_can_still_fail() -> None:
     made = writer()
     made.write_text("It is")
     made.complete(1_800_000_001, usage=USAGE)

@@ -152,7 +152,7 @@ async def test_another_programs_file_is_refused_and_left_alone(tmp_path: Path) -
         ResponseStore(tmp_path, 3)
 
 
-async def test_a_response_that_cannot_be_stored_is_no_success(tmp_path: Path) -> None:
+async def test_response_that_cannot_be_stored_fails(tmp_path: Path) -> None:
     store = ResponseStore(tmp_path / "r.db", 3)
     await store.put(stored(1))
     with pytest.raises(RequestFailedError, match="could not be stored: UNIQUE"):

@@ -205,7 +205,7 @@ def test_a_key_that_is_gone_ends_no_recording(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("secret", ["", "x" * (MIN_SECRET_BYTES - 1), "x" * 4097])
-def test_a_secret_that_is_none_is_refused(tmp_path: Path, secret: str) -> None:
+def test_invalid_secret_is_rejected(tmp_path: Path, secret: str) -> None:
     with pytest.raises(UsageError, match=f"has {len(secret)} bytes; it must have 16 to 4096"):
         TraceOptions("flight", key_file=key_file(tmp_path, secret)).secret()
 
