@@ -202,7 +202,7 @@ def test_ctrl_c_prints_the_measurements_so_far(standin: Start) -> None:
     ("arguments", "message"),
     [
         (("--dataset", "sharegpt"), "it must be random, trace:FILE or jsonl:FILE"),
-        (("--dataset", "trace:/no/such"), "cannot be read"),
+        (("--dataset", "trace:/no/such"), "cannot read /no/such"),
         (("--goodput", "itl:5"), "write ttft:500,tpot:50"),
         (("tpot:50",), "unexpected argument 'tpot:50'"),
         (("--request-rate", "0"), "must be above 0"),

@@ -110,8 +110,11 @@ def test_the_error_names_the_text_and_every_line() -> None:
         ("? [a]\n: b\ncluster: x\nmodels: {m: {source: 'pocket://'}}\n", "key that is not a name"),
         ("*nobody\n", "undefined alias"),
         ("%YAML 9.9\n---\ncluster: x\n", "is not YAML"),
-        ("cluster: x\nmodels: {m: {source: 'pocket://', max_active_sessions: 1" + "0" * 5000 + "}}\n", "no number"),
-        ("cluster: x\nmodels: {m: {source: 'pocket://', priority: !!int abc}}\n", "no number"),
+        (
+            "cluster: x\nmodels: {m: {source: 'pocket://', max_active_sessions: 1" + "0" * 5000 + "}}\n",
+            "not a finite number",
+        ),
+        ("cluster: x\nmodels: {m: {source: 'pocket://', priority: !!int abc}}\n", "not a finite number"),
         ("cluster: x\nmodels: {m: {source: 'pocket://', sampling: {temperature: .nan}}}\n", "a number"),
     ],
 )

@@ -356,7 +356,7 @@ async def test_a_silent_replica_gets_no_new_requests(secret: str) -> None:
     async with AsyncExitStack() as stack, hosts(secret, "stub://alpha", "stub://alpha") as several:
         one, other = several.places()
         proxy = Proxy(one)
-        gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN, answer_s=1.0)
+        gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN, answer_s=2.5)  # it reports once a second
         stack.push_async_callback(gateway.workers.close)
         await gateway.workers.start()
         gateway.workers.apply([await proxy.start(stack), other])
@@ -364,7 +364,9 @@ async def test_a_silent_replica_gets_no_new_requests(secret: str) -> None:
         await eventually(lambda: gateway.num_there == 2)
         group = gateway.workers.groups[KEY]
         proxy.stall()
-        await eventually(lambda: gateway.num_there == 1, "it is silent")
+        await eventually(
+            lambda: [group.balancer.is_there(number) for number in range(2)] == [False, True], "it is silent"
+        )
         assert not group.is_linked(group.members[0])
         assert [(await gateway.ask(f"question {n}")).num_output_tokens > 0 for n in range(3)] == [True] * 3
         assert group.members[0].use.num_retried == 0
