@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lockstep import LLM, LoadOptions
-from lockstep.errors import PromptTooLongError
+from lockstep.errors import InvalidParameterError, PromptTooLongError
 from lockstep.executors.options import ExecutorOptions
 from tools.golden.vector_cases import (
     CLASSIFIERS,
@@ -98,6 +98,8 @@ def test_answers_are_those_to_the_prompt_of_the_model_card(is_published: bool, g
             assert np.abs(found - expected).max() <= MAX_SCORE_DIFFERENCE
         assert llm.score(*short(0), instruction=INSTRUCTION) == llm.score(*short(0))
         assert llm.score(*short(4)) != [found[4]]
+        with pytest.raises(InvalidParameterError, match="it must be more than"):
+            llm.score(*short(4), truncate_prompt_tokens=30)
 
 
 @pytest.mark.parametrize("name", EMBEDDERS)

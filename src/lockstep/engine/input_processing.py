@@ -148,14 +148,23 @@ def _tokenised_text(
 def _cut_document(
     tokenizer: Tokenizer, prompt: Conversation, ids: Sequence[int], num_kept: int | None
 ) -> Sequence[int]:
-    """Cut the end of the last message, which is a document to score, and keep what the template writes after it."""
+    """Cut the end of the last message, which is a document to score, and keep what the template writes after it.
+
+    Raises:
+        InvalidParameterError: nothing of the message would be left.
+    """
     if num_kept is None or len(ids) <= num_kept:
         return ids
     messages = (*prompt.messages[:-1], {**prompt.messages[-1], "content": ""})
     empty = tokenizer.encode_chat(messages, template_kwargs=prompt.template_kwargs)
+    if num_kept <= len(empty):
+        raise InvalidParameterError(
+            f"truncate_prompt_tokens is {num_kept}; it must be more than {len(empty)}, the tokens around the texts",
+            param="truncate_prompt_tokens",
+        )
     pairs = zip(reversed(ids), reversed(empty), strict=False)
     num_after = next((count for count, (one, other) in enumerate(pairs) if one != other), len(empty))
-    return [*ids[: max(num_kept - num_after, 0)], *ids[len(ids) - num_after :]][-num_kept:]
+    return [*ids[: num_kept - num_after], *ids[len(ids) - num_after :]]
 
 
 def _num_kept(max_model_len: int, request: GenerationRequest) -> int | None:
