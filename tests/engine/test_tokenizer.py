@@ -83,6 +83,49 @@ def test_a_tokenizer_that_only_embeds_takes_no_grammar(metadata: dict[str, objec
         compiler.build(Constraint.choice(["a"]))
 
 
+def embedder(metadata: dict[str, object]) -> Tokenizer:
+    return load_tokenizer(read_vocabulary(Metadata(Path("m.gguf"), as_read(metadata)), 10_000), LoadOptions())
+
+
+@pytest.mark.parametrize("repeats", [1, 400], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "tokenizer", [embedder(word_piece()), embedder(unigram()), chat(CHATML), chat(CHATML, spm=True)]
+)
+def test_the_first_part_of_a_text_has_its_first_tokens(tokenizer: Tokenizer, repeats: int) -> None:
+    text = "The dog, and the contract: \u00e9\u4e2d! " * repeats
+    [ids] = tokenizer.encode_plain([text])
+    for count in (1, 2, 5, 11):
+        part = tokenizer.first_part(text, count)
+        assert text.startswith(part)
+        assert 0 < len(part) < len(text)
+        [again] = tokenizer.encode_plain([part])
+        same = max(0, count - 2)  # the last ones may be parts of a character, or of a space
+        assert again[:same] == ids[:same]
+        assert len(again) <= count + 2
+    assert tokenizer.first_part(text, len(ids)) == text
+    with pytest.raises(InvalidParameterError, match="half of a character"):
+        tokenizer.first_part("a\ud83d", 1)
+
+
+@pytest.mark.parametrize("blank", ["", " \n", "\u200b"])
+def test_a_text_without_tokens_is_refused(blank: str) -> None:
+    tokenizer = embedder(word_piece())
+    for texts in ((blank, None), ("dog", blank), (blank, "dog")):
+        with pytest.raises(InvalidParameterError, match="no tokens"):
+            tokenizer.encode_text(*texts, most=99)
+    assert chat(CHATML).encode_text(" ", most=99)
+
+
+def test_a_cut_must_leave_a_token_of_each_text() -> None:
+    tokenizer = embedder(word_piece())
+    assert len(tokenizer.encode_text("the dog", most=99, num_kept=3)) == 3
+    assert len(tokenizer.encode_text("the dog", "a contract", most=99, num_kept=5)) == 5
+    for texts, num_kept, least in (("dog", None), 2, 3), (("dog", "contract"), 4, 5):
+        with pytest.raises(InvalidParameterError, match=f"must be at least {least}") as caught:
+            tokenizer.encode_text(*texts, most=99, num_kept=num_kept)
+        assert caught.value.param == "truncate_prompt_tokens"
+
+
 def test_a_partial_character_is_not_text() -> None:
     tokenizer = chat(CHATML)
     with pytest.raises(InvalidParameterError, match="half of a character"):

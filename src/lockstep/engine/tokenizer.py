@@ -207,8 +207,12 @@ class Tokenizer:
             raise _no_content()
 
     def first_part(self, text: str, num_tokens: int) -> str:
-        """Cut a text behind a number of tokens."""
-        encoding = self._plain.encode_batch([text], add_special_tokens=False)[0]  # in a batch, other threads can run
+        """Cut a text behind its first tokens, at least one.
+
+        Raises:
+            InvalidParameterError: the text contains half of a character.
+        """
+        encoding = self._encoding(self._plain, text, add_special_tokens=False, has_offsets=True)
         return text if len(encoding) <= num_tokens else text[: encoding.offsets[num_tokens - 1][1]]
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
@@ -247,10 +251,13 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def _encoding(self, library: Library, text: str, add_special_tokens: bool) -> Encoding:
+    def _encoding(
+        self, library: Library, text: str, add_special_tokens: bool, *, has_offsets: bool = False
+    ) -> Encoding:
         try:
-            if len(text) > _LONG_CHARS:
-                return library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            if len(text) > _LONG_CHARS:  # in a batch, other threads can run
+                encode = library.encode_batch if has_offsets else library.encode_batch_fast
+                return encode([text], add_special_tokens=add_special_tokens)[0]
             return library.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # raised by the library for a string that UTF-8 cannot encode
             raise InvalidParameterError(
