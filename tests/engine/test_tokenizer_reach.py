@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from lockstep.engine.tokenizer import Tokenizer, TokenReach
+from lockstep.engine.token_reach import TokenReach
+from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import PromptTooLongError
 from tests.engine.text_models import SPECIALS, byte_level, metaspace, parts, sentencepiece, wordpiece
 from tests.waiting import until

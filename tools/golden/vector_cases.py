@@ -110,7 +110,7 @@ class VectorCase:
     """In sentence_bert_config.json; None: the tokenizer's ``model_max_length`` holds."""
     pad_id: int = 0
     lowercase: bool = False
-    """Whether sentence_bert_config.json asks for lower case, which the tokenizer does not make."""
+    """True if sentence_bert_config.json asks for lower case, which the tokenizer does not make."""
 
 
 _BERT = {

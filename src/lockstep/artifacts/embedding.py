@@ -70,7 +70,7 @@ class EmbeddingConfig:
 
     pooling: Pooling = "mean"
     normalize: bool = True
-    """Whether the model's own pipeline scales vectors to length 1."""
+    """True if the model's own pipeline scales vectors to length 1."""
     dense: tuple[DenseModule, ...] = ()
     answer_ids: tuple[int, int] | None = None
     """Tokens that mean relevant and not relevant, if the model scores documents by their logits; None: it does not, or
@@ -82,7 +82,7 @@ class EmbeddingConfig:
     max_tokens: int | None = None
     """Maximum tokens of a text, if it is less than the context of the model."""
     lowercase: bool = False
-    """Whether texts are put into lower case before the tokenizer's own steps."""
+    """True if texts are put into lower case before the tokenizer's own steps."""
 
 
 def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
