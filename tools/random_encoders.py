@@ -120,6 +120,10 @@ ENCODERS: Mapping[str, Encoder] = {
             "attention.head_count_kv": 2,
             "attention.key_length": 24,
             "attention.value_length": 24,
+            "dense_2_feat_in": 64,
+            "dense_2_feat_out": 96,
+            "dense_3_feat_in": 96,
+            "dense_3_feat_out": 64,
         },
     ),
 }
@@ -218,6 +222,9 @@ def write_encoder_gguf(path: Path, encoder: Encoder, encoding: str = "F32", *, s
     else:
         writer.add_layer_norm_eps(config.get("layer_norm_eps", config.get("norm_eps")))
         writer.add_causal_attention(False)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_string("tokenizer.ggml.model", "no_vocab")
+    writer.add_uint32("tokenizer.ggml.token_type_count", config.get("type_vocab_size", 1))
     for key, value in encoder.gguf_metadata.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{prefix}.{key}", value)

@@ -156,7 +156,7 @@ UNSUPPORTED: Mapping[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
-def test_what_is_not_computed_is_refused_by_name(case: str) -> None:
+def test_unsupported_features_are_rejected_by_name(case: str) -> None:
     name, changes, message = UNSUPPORTED[case]
     with pytest.raises(UnsupportedArtifactError, match=message):
         config_of(name, **changes)
@@ -201,7 +201,7 @@ CORRUPT: Mapping[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CORRUPT)
-def test_what_contradicts_itself_is_corrupt(case: str) -> None:
+def test_contradictory_config_is_corrupt(case: str) -> None:
     name, changes, message = CORRUPT[case]
     with pytest.raises(CorruptArtifactError, match=message):
         config_of(name, **changes)

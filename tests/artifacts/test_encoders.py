@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +268,29 @@ def test_gguf_and_config_json_describe_the_same_model(name: str, tmp_path: Path)
     assert a.local_rope_theta == b.local_rope_theta
     assert a.max_model_len == b.max_model_len
     assert a.num_positions - a.position_offset == b.num_positions
+
+
+@pytest.mark.parametrize("name", FROM_GGUF)
+def test_any_metadata_of_a_gguf_file_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    encoder = ENCODERS[name]
+    keys = (*encoder.gguf_metadata, "classifier.pooling_type", "attention.sliding_window", "rope.freq_base")
+    for index, key in enumerate(dict.fromkeys(keys)):
+        for value in (0, 1, 3, 2**32 - 1, 0.0, float("nan"), -1.0):
+            changed = replace(encoder, gguf_metadata={**encoder.gguf_metadata, key: value})
+            path = write_encoder_gguf(tmp_path / f"{index}.gguf", changed)
+            with suppress(ArtifactError):
+                check_config(opened(path).config, path)
+            path.unlink()
+
+
+def test_a_causal_bert_in_gguf_is_refused(tmp_path: Path) -> None:
+    path = write_encoder_gguf(tmp_path / "model.gguf", ENCODERS["bert"])
+    content = path.read_bytes()
+    key = b"bert.attention.causal"
+    at = content.index(key) + len(key) + 4
+    path.write_bytes(content[:at] + b"\x01" + content[at + 1 :])
+    with pytest.raises(UnsupportedArtifactError, match="causal attention"):
+        opened(path)
 
 
 def test_a_cut_file_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tools.random_models import ENCODINGS, write_gguf
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_tensor_and_value_equals_what_the_reference_reader_sees(encoding: str, tmp_path: Path) -> None:
+def test_tensors_and_values_equal_those_of_the_reference_reader(encoding: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "small-llama", encoding)
     ours, reference = read_gguf(path), gguf.GGUFReader(path)
     assert list(ours.tensors) == [tensor.name for tensor in reference.tensors]

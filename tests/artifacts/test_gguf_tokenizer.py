@@ -52,7 +52,7 @@ def test_the_random_models_vocabulary_is_whole(tmp_path: Path) -> None:
     assert parts.tokenizer.get_vocab_size() == 512
 
 
-def test_a_known_spelling_ends_a_sequence_whatever_its_type() -> None:
+def test_token_with_a_known_spelling_is_an_end_token_of_any_type() -> None:
     """<|im_end|> by its spelling, <|endoftext|> as eos; <|end|> is typed as an ordinary token here."""
     parts = read_vocabulary(metadata(BPE), 7)
     assert parts.end_token_ids == (3, 4, 5)
@@ -77,7 +77,7 @@ def test_the_family_decides_on_bos_unless_the_file_does() -> None:
     assert read_vocabulary(metadata(SPM, add_eos_token=True), 8).tokenizer.encode("b").ids == [1, 6, 2]
 
 
-def test_what_no_token_covers_is_bytes_or_unknown_to_sentencepiece() -> None:
+def test_uncovered_text_becomes_byte_tokens_or_the_unknown_token() -> None:
     tokenizer = read_vocabulary(metadata(SPM), 8).tokenizer
     assert tokenizer.encode("ba", add_special_tokens=False).ids == [6, 3]
     assert tokenizer.encode("bz", add_special_tokens=False).ids == [6, 0]

@@ -34,7 +34,7 @@ UNFUSED = ["llama", "mistral", "mistral3", "qwen2", "qwen3", "granite", "olmo2",
 
 @pytest.mark.parametrize("name", [f"tiny-{name}" for name in UNFUSED])
 @pytest.mark.parametrize("encoding", FLOATS)
-def test_what_was_written_is_read(name: str, encoding: str, tmp_path: Path) -> None:
+def test_written_model_is_read_unchanged(name: str, encoding: str, tmp_path: Path) -> None:
     artifact = reopen(write_huggingface(tmp_path / name, name, encoding, seed=5))
     found, shape = asdict(artifact.config), asdict(SHAPES[name])
     assert {key: found[key] for key in shape} == shape
@@ -93,7 +93,7 @@ def test_llama3_scaling_is_data_in_both_spellings(spelling: str, llama: Path) ->
     assert reopen(llama).config.rope_theta == 5e5
 
 
-def test_what_is_absent_or_null_takes_the_default_of_transformers(llama: Path) -> None:
+def test_absent_and_null_fields_have_the_defaults_of_transformers(llama: Path) -> None:
     def change(config: Json) -> None:
         for key in ("rope_parameters", "rms_norm_eps", "tie_word_embeddings", "head_dim"):
             del config[key]

@@ -52,7 +52,7 @@ def test_end_tokens_are_all_that_any_file_names(model: Path) -> None:
     assert load(model).end_token_ids == (0, 1, 2, 7, 9)
 
 
-def test_an_ordinary_token_that_looks_like_an_end_is_none(model: Path) -> None:
+def test_ordinary_token_with_the_spelling_of_an_end_token_is_not_one(model: Path) -> None:
     def change(content: dict[str, object]) -> None:
         content["added_tokens"] = []
 

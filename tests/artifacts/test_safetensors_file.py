@@ -40,7 +40,7 @@ def test_bfloat16_is_kept_as_its_bits(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensor.data, bits)
 
 
-def test_the_writer_of_random_models_writes_what_the_library_reads(tmp_path: Path) -> None:
+def test_written_safetensors_are_read_by_the_library(tmp_path: Path) -> None:
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
         "b": np.arange(4, dtype=np.float16),

@@ -18,7 +18,7 @@ VIEWS = {Encoding.F16: "<f2", Encoding.BF16: "<u2"}
 
 
 @pytest.mark.parametrize("encoding", [Encoding.F16, Encoding.BF16, *BLOCKS])
-def test_every_bit_equals_what_ggml_reads(encoding: Encoding) -> None:
+def test_dequantised_bits_equal_those_of_ggml(encoding: Encoding) -> None:
     """Zeros of both signs, subnormal and largest scales included; the sign of a zero counts."""
     stored, values = GOLDEN[f"{encoding.value} stored"], GOLDEN[f"{encoding.value} values"]
     data = stored.view(VIEWS.get(encoding, "u1"))

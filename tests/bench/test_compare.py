@@ -78,7 +78,7 @@ def test_the_verb_fails_where_something_is_worse(tmp_path: Path, capsys: pytest.
         ('{"mean_ttft_ms": 3}', "have no metric in common: x1 tok/s and mean_ttft_ms"),
     ],
 )
-def test_what_is_no_result_is_one_line(
+def test_invalid_result_file_is_reported_in_one_line(
     content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.json"

@@ -49,7 +49,7 @@ def test_corrections_lengthen_or_shorten_the_last_segment_only() -> None:
     assert prompt_of(Sample("as it is", 1), IDS, 0, {}) == "as it is"
 
 
-def test_a_body_asks_for_a_stream_with_usage_and_lets_extra_fields_win() -> None:
+def test_body_requests_a_stream_with_usage_and_extra_fields_override_it() -> None:
     chat = RequestTemplate("m", True, 0.0, ignore_eos=True, extra=(("temperature", 0.5), ("top_k", 1))).body("hi", 7)
     assert chat == {
         "model": "m",

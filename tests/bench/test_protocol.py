@@ -25,7 +25,7 @@ def test_a_url_is_taken_with_or_without_v1(text: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["ftp://host", "http://", "http://host:99999", "http://host:x", ""])
-def test_what_is_no_url_is_refused_with_an_example(text: str) -> None:
+def test_invalid_url_is_rejected_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"--base-url is .* it must look like http://127\.0\.0\.1:9000"):
         Target.parse(text)
 

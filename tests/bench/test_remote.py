@@ -86,7 +86,9 @@ def streamed(remote: RemoteServer) -> str:
         ),
     ],
 )
-def test_what_is_no_answer_is_a_sentence(answer: bytes, call: Callable[[RemoteServer], Any], message: str) -> None:
+def test_invalid_answer_is_reported_in_a_sentence(
+    answer: bytes, call: Callable[[RemoteServer], Any], message: str
+) -> None:
     with answering(answer) as remote, pytest.raises(RemoteError) as raised:
         call(remote)
     assert message in str(raised.value)
@@ -104,7 +106,7 @@ def test_a_given_model_name_needs_no_request() -> None:
 
 
 @pytest.mark.parametrize("answer", [response("404 Not Found", b"{}"), response("200 OK", b"<html>", "text/html")])
-def test_what_may_be_refused_has_no_answer_then(answer: bytes) -> None:
+def test_rejected_optional_request_returns_none(answer: bytes) -> None:
     with answering(answer) as remote:
         assert remote.try_post("/tokenize", {"prompt": "x"}) is None
 
@@ -122,7 +124,7 @@ def test_an_answer_that_was_interrupted_leaves_a_client_that_answers() -> None:
     assert behaviour.num_left == 1
 
 
-def test_text_is_given_with_its_status_whatever_that_is() -> None:
+def test_text_is_returned_with_any_status() -> None:
     with answering(response("503 Service Unavailable", b"loading", "text/plain")) as remote:
         assert remote.get_text("/health") == (503, "loading")
 

@@ -85,7 +85,7 @@ def test_a_run_is_the_same_whether_requests_are_prepared_and_answers_kept_or_not
     assert not run.was_interrupted
 
 
-def test_what_fails_is_counted_while_the_run_lasts(standin: Start) -> None:
+def test_failures_are_counted_during_the_run(standin: Start) -> None:
     url, _ = standin(fail_every=2)
     target = Target.parse(url)
     seen: list[tuple[int, int]] = []

@@ -31,7 +31,7 @@ def prompts_of(behaviour: Behaviour) -> list[Any]:
     return [body.get("prompt") or body["messages"][0]["content"] for body in behaviour.measured()]
 
 
-def test_a_run_counts_what_the_server_served(standin: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_counts_the_served_tokens(standin: Start, capsys: pytest.CaptureFixture[str]) -> None:
     url, behaviour = standin(token_delay_s=0.002)
     bench(url, *SMALL, "--json", "--goodput", "ttft:5000", "tpot:5000", "--ignore-eos")
     result = result_of(capsys)
@@ -45,7 +45,7 @@ def test_a_run_counts_what_the_server_served(standin: Start, capsys: pytest.Capt
     assert all(body["ignore_eos"] and body["temperature"] == 0.0 for body in behaviour.measured())
 
 
-def test_the_same_seed_asks_the_same(standin: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_seeds_send_equal_prompts(standin: Start, capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
     for seed in ("5", "5", "6"):
         url, behaviour = standin()
@@ -174,7 +174,7 @@ def test_the_result_is_saved_with_and_without_details(standin: Start, tmp_path: 
     assert detailed["generated_texts"][0] == "word0 word1 word2 word3 "
 
 
-def test_the_report_is_what_users_of_vllm_know(standin: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_has_the_lines_of_vllms_benchmark(standin: Start, capsys: pytest.CaptureFixture[str]) -> None:
     url, _ = standin()
     bench(url, *SMALL, "--percentile-metrics", "ttft,e2el", "--metric-percentiles", "99.9", "--max-concurrency", "4")
     text = capsys.readouterr().out
@@ -183,7 +183,7 @@ def test_the_report_is_what_users_of_vllm_know(standin: Start, capsys: pytest.Ca
     assert "ITL" not in text
 
 
-def test_ctrl_c_prints_what_was_measured(standin: Start) -> None:
+def test_ctrl_c_prints_the_measurements_so_far(standin: Start) -> None:
     """A real process and a real signal: two answers are whole by then, the others hang."""
     url, behaviour = standin(hang_after=2)
     load = ("--random-input-len", "5", "--random-output-len", "2", "--max-concurrency", "2", "--num-prompts", "10")
@@ -202,7 +202,7 @@ def test_ctrl_c_prints_what_was_measured(standin: Start) -> None:
     ("arguments", "message"),
     [
         (("--dataset", "sharegpt"), "it must be random, trace:FILE or jsonl:FILE"),
-        (("--dataset", "trace:/no/such"), "cannot be read"),
+        (("--dataset", "trace:/no/such"), "cannot read /no/such"),
         (("--goodput", "itl:5"), "write ttft:500,tpot:50"),
         (("tpot:50",), "unexpected argument 'tpot:50'"),
         (("--request-rate", "0"), "must be above 0"),

@@ -31,7 +31,7 @@ def slower() -> Iterator[ServerProcess]:
         yield running
 
 
-def test_every_request_goes_to_both_servers_and_the_gate_tells_them_apart(
+def test_every_request_goes_to_both_servers_and_the_gate_distinguishes_them(
     baseline: ServerProcess, slower: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs, verdict = tmp_path / "pairs.jsonl", tmp_path / "verdict.json"
@@ -56,7 +56,7 @@ def test_both_answer_under_one_id(baseline: ServerProcess, tmp_path: Path) -> No
     assert ids == [f"bench-5-{index}" for index in range(24)]
 
 
-def test_they_take_turns_who_is_first_and_what_is_missing_is_left_out() -> None:
+def test_sides_alternate_and_incomplete_pairs_are_left_out() -> None:
     def outcome(text: str) -> Outcome:
         return Outcome(True, 1.0, text=text)
 

@@ -117,7 +117,7 @@ def test_a_race_goes_on_without_peers_that_are_not_there(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--contexts", "many"), "--contexts has 'many'"),
+        (("--contexts", "many"), "--contexts is 'many'"),
         (("--contexts", "8:0"), "--contexts, --streams and --output-len take numbers from 1"),
         (("--streams", "0"), "--output-len take numbers from 1"),
         (("--peers", "ollama"), "--peers has 'ollama'; the peers are llama.cpp"),
@@ -193,5 +193,5 @@ def test_an_installation_without_a_checkout_names_what_the_verb_needs(tmp_path: 
         timeout=HANG_S,
     )
     assert done.returncode == 2
-    assert "needs a checkout of the repository" in done.stderr
+    assert "requires a checkout of the repository" in done.stderr
     assert done.stderr.count("\n") == 1

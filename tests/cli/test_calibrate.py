@@ -61,7 +61,7 @@ def test_an_unknown_engine_is_rejected_with_the_recorded_ones(
     assert "has no engine 3; its engines are 0 (alpha)" in capsys.readouterr().err
 
 
-def test_what_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_path_without_a_recording_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["calibrate", str(tmp_path)]) == 2
     assert "no recording found" in capsys.readouterr().err
     (tmp_path / "x.lstrace").write_bytes(b"nothing")

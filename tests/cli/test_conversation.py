@@ -64,7 +64,7 @@ def test_thoughts_are_dim_on_a_terminal() -> None:
         (("--reasoning", "maybe"), "'auto', 'off'"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_invalid_arguments_are_reported_in_one_line(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["run", "stub://a", "-p", "x", *arguments]) == 2

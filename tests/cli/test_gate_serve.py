@@ -106,7 +106,7 @@ def test_folders_of_a_gate_that_was_killed_are_removed_at_the_next_start(
         (("second.jsonl", "third.jsonl"), "BASELINE CANDIDATE"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_followed(
+def test_invalid_arguments_are_rejected_before_files_are_followed(
     arguments: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["gate", "serve", str(tmp_path / "pairs.jsonl"), "--port", "0", *arguments]) in (2, 3)

@@ -132,7 +132,7 @@ def test_different_replica_counts_for_one_artifact_give_a_warning(check: Check) 
     assert "warning: router: has 3 replicas, not 2, because models of one artifact share them" in err
 
 
-def test_what_is_not_on_this_machine_is_not_fetched(check: Check) -> None:
+def test_check_downloads_nothing(check: Check) -> None:
     """And what the boot refuses is told beside the placement: here a remote model without its server."""
     code, out, err = check(EXAMPLES / "customer-support.yaml")
     assert code == 2
@@ -213,7 +213,7 @@ def test_over_budget_is_a_refusal_with_its_figures(check: Check) -> None:
         ),
     ],
 )
-def test_what_its_load_would_refuse_is_a_refusal(check: Check, key: str, words: str) -> None:
+def test_setting_that_the_load_would_reject_is_an_error(check: Check, key: str, words: str) -> None:
     text = f"cluster: c\nmodels:\n  m:\n    source: pocket://\n    {key}\n  s: {{source: 'stub://s'}}\n"
     code, out, err = check(text)
     assert code == 2
@@ -239,7 +239,7 @@ def test_a_budget_above_the_machine_is_cut_with_a_warning(check: Check) -> None:
         ("promotion_hint: on_router_classification", "promotion_hint has no effect"),
     ],
 )
-def test_what_has_no_effect_is_a_warning(check: Check, key: str, words: str) -> None:
+def test_setting_without_effect_is_a_warning(check: Check, key: str, words: str) -> None:
     text = f"cluster: x\nmodels: {{a: {{source: 'stub://a', {key}}}, b: {{source: 'stub://b'}}}}\nfallback: b\n"
     code, _, err = check(text)
     assert code == 0
@@ -247,7 +247,7 @@ def test_what_has_no_effect_is_a_warning(check: Check, key: str, words: str) -> 
     assert "fallback: has no effect" in err
 
 
-def test_what_is_not_there_yet_is_a_warning(check: Check) -> None:
+def test_settings_that_need_something_else_are_warnings(check: Check) -> None:
     text = """
 cluster: x
 resources: {disk_kv_budget: 1TB}
@@ -317,7 +317,7 @@ def test_a_file_that_is_too_large_is_refused_for_that(check: Check, tmp_path: Pa
     assert "line 1: it is larger than 262144 bytes" in err
 
 
-def test_what_cannot_be_read_is_one_line(check: Check, tmp_path: Path) -> None:
+def test_unreadable_manifest_is_reported_in_one_line(check: Check, tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"cluster: caf\xe9\n")
     for path in (tmp_path / "nowhere.yaml", tmp_path, tmp_path / "latin.yaml"):
         code, out, err = check(path)

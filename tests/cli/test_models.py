@@ -52,7 +52,7 @@ def test_run_answers_from_every_format_and_repeats_the_same_text(run: Run, model
     assert json.loads(run(*arguments)[1])["text"] == answer["text"]
 
 
-def test_info_tells_what_it_is(run: Run, models: Path) -> None:
+def test_info_prints_the_facts_of_a_model(run: Run, models: Path) -> None:
     code, out, _ = run("models", "info", str(models / "tiny-qwen3.gguf"), "--json")
     facts = json.loads(out)
     assert code == 0
@@ -63,7 +63,7 @@ def test_info_tells_what_it_is(run: Run, models: Path) -> None:
     assert "<|end|>" in text
 
 
-def test_info_tells_what_a_load_makes_of_the_weights(run: Run, models: Path, tmp_path: Path) -> None:
+def test_info_prints_the_types_of_loaded_weights(run: Run, models: Path, tmp_path: Path) -> None:
     mixed = write_gguf(tmp_path / "mixed.gguf", "small-llama", "Q4_K_M")
     assert json.loads(run("models", "info", str(mixed), "--json")[1])["loaded_as"] == {
         "Q4_K": 13,
@@ -147,7 +147,7 @@ def _nan_weights(folder: Path, models: Path) -> Path:
         (_nan_weights, "NaN"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_unsupported_model_is_rejected_by_name(
     run: Run, models: Path, tmp_path: Path, make: Callable[[Path, Path], Path], message: str
 ) -> None:
     code, out, err = run("run", str(make(tmp_path, models)), "-p", "hello")
@@ -156,7 +156,7 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert err.count("\n") == 1
 
 
-def test_a_prompt_that_cannot_fit_is_refused_with_what_would(run: Run, models: Path) -> None:
+def test_prompt_beyond_the_context_is_rejected_with_the_possible_length(run: Run, models: Path) -> None:
     model = str(models / "tiny-llama.gguf")
     long = "hello world " * 200
     _, _, err = run("run", model, "-p", long, "--raw", "--max-model-len", "128")

@@ -72,7 +72,7 @@ def test_each_loading_stage_prints_a_line_and_a_reminder_when_it_lasts() -> None
     assert lines() == []
 
 
-def test_a_terminal_has_bars_and_keeps_what_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_shows_bars_and_keeps_completed_lines(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = io.StringIO()
     progress = ServingProgress(Console(file=drawn, force_terminal=True, width=100))
     with progress.running():

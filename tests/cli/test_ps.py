@@ -49,9 +49,7 @@ def test_a_server_of_one_model_is_shown_without_bounds(capsys: pytest.CaptureFix
     assert "memory for models: 800 MB in use, no limit set" in shown
 
 
-def test_what_cannot_be_recorded_is_a_warning_and_the_server_is_ready_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recording_fault_is_a_warning_of_a_ready_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the health, in ps, and as a gauge to raise an alarm by; the directory is nobody's business."""
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
@@ -131,7 +129,7 @@ def test_a_host_is_drained_until_its_replicas_have_left_and_may_have_some_again(
         assert cluster.drained == {}
 
 
-def test_what_has_not_left_in_time_is_named_and_seen_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_left_after_the_wait_are_named_with_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     with hosted(Hosted()) as server:
         assert invoke(["ps", "--drain", "b", "--wait", "0.2", "--base-url", server.url]) == EXIT_LEFT
         assert capsys.readouterr().out.splitlines() == [

@@ -38,9 +38,7 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_report_is_written_and_the_same_as_what_is_printed(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_written_report_equals_the_printed_one(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
     assert invoke(["replay", trace, "--output", str(path), "--json", "--slo", "ttft:500,tpot:50"]) == 0
     printed = capsys.readouterr()
@@ -132,7 +130,7 @@ def test_two_runs_are_two_reports(trace: str, capsys: pytest.CaptureFixture[str]
         (["FILE", "--ticks"], "--ticks requires --output FILE or --json"),
     ],
 )
-def test_whatever_is_wrong_is_one_line_and_exit_code_2(
+def test_invalid_arguments_are_one_line_with_exit_code_2(
     trace: str, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["replay", *[trace if each == "FILE" else each for each in arguments]]) == 2
@@ -232,7 +230,7 @@ def test_priorities_are_followed_unless_an_order_is_set(tmp_path: Path, capsys: 
     assert admitted["fcfs"] == ["running", "7", "urgent"]
 
 
-def test_relatives_of_replay_say_it_on_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_of_replay_commands_go_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "load.json").write_text(json.dumps(CLASSES))
     (tmp_path / "a.yaml").write_text("max_num_seqs: 2\n")
     load, limits = str(tmp_path / "load.json"), str(tmp_path / "a.yaml")
@@ -249,7 +247,7 @@ def test_relatives_of_replay_say_it_on_standard_error(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("flags", [("--routing", "prefix"), ("--max-imbalance", "2")])
-def test_what_is_for_several_replicas_is_refused_where_there_is_one(
+def test_routing_flags_without_several_replicas_are_rejected(
     trace: str, capsys: pytest.CaptureFixture[str], flags: tuple[str, str]
 ) -> None:
     assert invoke(["replay", trace, *flags]) == 2

@@ -58,9 +58,7 @@ def write_workload(path: Path, count: int) -> Path:
     return path
 
 
-def test_diff_tells_the_step_the_reason_and_a_reproducer_that_reproduces(
-    call: Call, file: Path, tmp_path: Path
-) -> None:
+def test_diff_reports_the_step_and_reason_and_a_working_reproducer(call: Call, file: Path, tmp_path: Path) -> None:
     small = tmp_path / "small.json"
 
     code, out, err = call("diff", file, "--set-b", "max_num_seqs=5", "--reproducer", small)
@@ -163,7 +161,7 @@ def test_a_wrong_command_line_is_rejected_with_a_hint(
     assert message in err
 
 
-def test_bisect_prints_each_field_and_what_makes_the_metric(call: Call, file: Path, tmp_path: Path) -> None:
+def test_bisect_prints_the_effect_of_each_field_on_the_metric(call: Call, file: Path, tmp_path: Path) -> None:
     a, b = tmp_path / "a.yaml", tmp_path / "b.yaml"
     a.write_text("max_num_seqs: 6\nmax_skips: 9\n")
     b.write_text("max_num_seqs: 1\nmax_skips: 8\n")
@@ -234,9 +232,7 @@ def family(process: subprocess.Popen[str], size: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_ctrl_c_ends_the_processes_of_a_sweep_however_many_have_begun(
-    long_sweep: subprocess.Popen[str], size: int
-) -> None:
+def test_ctrl_c_ends_all_processes_of_a_sweep(long_sweep: subprocess.Popen[str], size: int) -> None:
     children = family(long_sweep, size)
 
     os.kill(long_sweep.pid, signal.SIGINT)

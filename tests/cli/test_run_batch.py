@@ -51,7 +51,7 @@ def test_answers_are_those_of_the_server_in_the_order_of_the_requests(tmp_path: 
     assert not part.exists()
 
 
-def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
+def test_interrupted_batch_continues(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(jsonl([line(index, max_tokens=16, ignore_eos=True) for index in range(30)]))
     part = part_of(str(target))

@@ -177,7 +177,7 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
         ((STUB, "--swap-space", "4"), "--swap-space-bytes"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_code_2(
+def test_invalid_arguments_are_one_line_with_exit_code_2(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["serve", *arguments]) == 2
@@ -221,7 +221,7 @@ def test_a_start_that_is_refused_leaves_no_process() -> None:
         ((STUB, "--responses-db", "no/such/folder/x.db"), "stored responses cannot be stored there"),
     ],
 )
-def test_what_is_known_to_be_wrong_opens_no_port(
+def test_invalid_settings_fail_before_the_port_opens(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "broken.jinja").write_text("{% for %}")
@@ -308,7 +308,7 @@ def test_all_faults_of_the_file_are_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_the_files_values_become_what_flags_would_hold(tmp_path: Path) -> None:
+def test_config_file_values_have_the_types_of_flags(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("api-key: one\nport: 1\nhost: ::1\nchat_template_kwargs: {a: [1]}\n")
     assert read_config(path, known_flags(), {"api_key"}) == {

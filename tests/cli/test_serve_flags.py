@@ -225,4 +225,4 @@ def test_kv_events_are_refused_where_models_are_on_other_hosts(
     manifest = tmp_path / "hosted.yaml"
     manifest.write_text("cluster: c\nmodels: {m: {source: 'stub://a'}}\nhosts: {}\n")
     assert invoke(["serve", "--manifest", str(manifest), "--kv-events", "tcp://127.0.0.1:5557"]) == 2
-    assert "`hosts:` places them elsewhere" in capsys.readouterr().err
+    assert "--kv-events does not support `hosts:`" in capsys.readouterr().err

@@ -158,7 +158,7 @@ def test_every_fault_of_a_manifest_is_a_line(tmp_path: Path, capsys: pytest.Capt
     assert any("zebra" in line for line in lines)
 
 
-def test_a_boot_over_budget_tells_who_needs_what_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_startup_over_budget_prints_the_need_of_each_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, SMALL.replace("models:\n", "resources: {gpu_budget: 1GB}\nmodels:\n", 1))
     assert invoke(["serve", "--manifest", str(path), "--port", "0", *IN_THREAD]) == 2
     first, head, *rows, gpu, _ = capsys.readouterr().err.splitlines()

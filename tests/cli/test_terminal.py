@@ -144,7 +144,7 @@ def test_ctrl_c_at_the_prompt_takes_the_line_and_twice_leaves(tmp_path: Path) ->
         assert "Traceback" not in person.has_seen
 
 
-def test_what_was_typed_is_there_in_the_next_chat(tmp_path: Path) -> None:
+def test_typed_lines_are_in_the_history_of_the_next_chat(tmp_path: Path) -> None:
     for keys in ("remember me\r", "\x1b[A\x1b[A\r"):
         with Person(tmp_path, "run", "stub://alpha") as person:
             person.presses(keys)
@@ -187,7 +187,7 @@ def test_a_history_is_bounded_and_may_be_broken(tmp_path: Path) -> None:
         ('/system a"""', False),
     ],
 )
-def test_three_quotes_open_what_three_quotes_close(text: str, opens: bool) -> None:
+def test_three_quotes_open_and_close_multi_line_input(text: str, opens: bool) -> None:
     assert is_open(text) == opens
 
 

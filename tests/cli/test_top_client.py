@@ -11,7 +11,7 @@ from lockstep.server.request_rows import RequestList
 from tests.cli.views import request_of, snapshot_of
 
 
-def test_events_are_read_and_what_is_none_is_passed_over() -> None:
+def test_events_are_read_and_invalid_lines_are_skipped() -> None:
     lines = [
         *(": watching", "", "id: 1", "event: hop", 'data: {"at_s":12.5,"model":"router","target":"a"}', ""),
         *("event: hop", "data: not JSON", "event: hop", "data: [1]", "event: hop", 'data: {"at_s":"now"}'),
@@ -30,7 +30,7 @@ def test_transitions_are_events_of_tiers() -> None:
     assert (event.fields["from"], event.fields["to"]) == ("standby", "loading")
 
 
-def test_requests_are_read_whatever_else_a_row_has() -> None:
+def test_request_rows_with_unknown_members_are_read() -> None:
     row = request_of("a", "running", total_ms=4.5, prompt_tokens=3)
     data = [{**msgspec.to_builtins(row), "reasons": ["no block"]}]
     assert decoded(msgspec.json.encode({"object": "list", "data": data}).decode(), RequestList) == RequestList(

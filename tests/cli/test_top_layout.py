@@ -51,7 +51,7 @@ def test_a_table_without_a_bound_is_as_wide_as_its_cells() -> None:
     assert [line.plain for line in lines] == ["NAME  A  B    C", "one   1  -  a�b"]
 
 
-def test_a_section_counts_what_has_no_place() -> None:
+def test_section_counts_rows_that_do_not_fit() -> None:
     section = Section(Text("HEAD"), rows(*"abcdefgh"))
     assert [line.plain for line in section.fit(4)] == ["HEAD", "a", "b", "… 6 more"]
     assert [line.plain for line in section.fit(9)] == ["HEAD", *"abcdefgh"]
@@ -73,7 +73,7 @@ def test_no_more_lines_are_allotted_than_there_are_or_are_wanted(height: int, wa
         assert heights == wants
 
 
-def test_who_comes_first_has_three_lines_before_others_have_one() -> None:
+def test_first_section_gets_three_lines_before_others_get_one() -> None:
     assert allot(5, [50, 2, 9]) == [3, 2, 0]
     assert allot(12, [50, 2, 9]) == [6, 2, 4]
 

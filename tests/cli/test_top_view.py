@@ -53,7 +53,7 @@ def test_every_size_is_filled_and_never_left() -> None:
         assert max(line.cell_len for line in lines) <= width, (width, height, options)
 
 
-def test_what_others_wrote_is_one_line_of_text() -> None:
+def test_text_of_callers_is_one_printable_line() -> None:
     for line in view_lines(crowded(), ViewOptions(), 160, 50):
         assert line.plain.isprintable(), line.plain
     assert any("[bold]" in line for line in lines_of(crowded()))
@@ -65,7 +65,7 @@ def test_the_head_shows_the_name_status_and_rates() -> None:
     assert second.startswith("running 1  waiting 0  tokens/s -  requests/s -  sessions 1  requests 3")
 
 
-def test_who_waits_in_an_engine_is_not_running() -> None:
+def test_requests_that_wait_in_an_engine_are_not_running() -> None:
     view = view_of(snapshot_of())
     engines = (EngineStats("router", num_waiting=1),)
     stats = changed(view.server.stats, engines=engines)
@@ -74,7 +74,7 @@ def test_who_waits_in_an_engine_is_not_running() -> None:
     assert second.startswith("running 0  waiting 1 ")
 
 
-def test_the_head_names_what_models_are_computed_with() -> None:
+def test_header_names_the_computation_of_models() -> None:
     cluster = snapshot_of(("a", "b", "c"))
     engine = EngineSnapshot(100, 4, 320, 1 << 20, 0, 0, 1 << 20, "avx2", 2, "f16", "none")
     replicas = tuple(
@@ -112,7 +112,7 @@ def test_models_are_sorted_by_a_column_and_ties_stay() -> None:
     assert models_of(lines_of(view)) == list(names)
 
 
-def test_keys_choose_what_is_sorted_in_turn_and_pause() -> None:
+def test_keys_select_the_sort_column_and_pause() -> None:
     options = ViewOptions()
     for name in (*SORTS[1:], SORTS[0]):
         options = options.press("s", 4)

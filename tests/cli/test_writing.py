@@ -103,7 +103,7 @@ def hard_link(place: Path, target: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_no_output_takes_the_place_of_what_is_read(
+def test_output_cannot_overwrite_an_input(
     command: list[str],
     alias: Callable[[Path, Path], None] | None,
     folder: Path,
@@ -154,7 +154,7 @@ def test_home_is_home_where_no_shell_saw_it(folder: Path, monkeypatch: pytest.Mo
     assert not (folder / "~").exists()
 
 
-def test_what_shows_only_while_writing_is_one_line_too(tmp_path: Path) -> None:
+def test_error_while_writing_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="the report cannot be written there: "):
         write_file(tmp_path / "file" / "report.json", b"", "the report")

@@ -93,7 +93,7 @@ class Simulation:
     ("arrivals", "order"),
     [("ABABABAB", "AB"), ("ABAACABC", "ABC"), ("AAABBC", "ABC"), ("CBACBA", "CBA")],
 )
-def test_what_waits_is_served_by_model_and_every_model_is_loaded_once(arrivals: str, order: str) -> None:
+def test_waiting_calls_are_served_model_by_model_with_one_load_each(arrivals: str, order: str) -> None:
     simulation = Simulation("ABC", budget=4)
     for i, key in enumerate(arrivals):
         simulation.at(i / 1000, lambda key=key: simulation.arrive(key))  # type: ignore[misc]  # bound per turn
@@ -119,7 +119,7 @@ def test_an_alternating_stream_is_grouped_and_no_request_waits_longer_than_two_t
         assert outcome.num_loads * 4 < num_calls
 
 
-def test_clients_who_alternate_one_by_one_are_served_without_waiting_for_patience() -> None:
+def test_single_alternating_client_is_served_without_the_maximum_wait() -> None:
     """One client that asks A, B, A, B in turn lets nobody else wait: every change costs a load, a linger, no more."""
     simulation = Simulation("AB", budget=4)
     left = list("BABABA")

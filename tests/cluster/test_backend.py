@@ -127,7 +127,7 @@ def test_a_stub_stands_for_the_server_of_a_remote_model_unless_there_is_one() ->
     assert served_by(parse(SUPPORT), Backend.AUTO) == parse(SUPPORT), "what is no stub stays as it is"
 
 
-def test_one_model_stands_behind_every_name_the_remote_ones_too() -> None:
+def test_one_backend_model_serves_every_name_including_remote_ones() -> None:
     """Personas are the manifest's own."""
     manifest = parse(SUPPORT.replace("tier: standby", "tier: standby\n      system_prompt: Be precise."))
     served = served_by(manifest, OneModel("hf://org/name"))

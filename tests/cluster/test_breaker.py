@@ -24,7 +24,7 @@ def admitted(breaker: Breaker, now_s: float) -> Admission:
     return admission
 
 
-def test_failures_open_it_only_in_a_row() -> None:
+def test_only_consecutive_failures_open_the_breaker() -> None:
     breaker = Breaker(OPTIONS)
     for _ in range(5):
         breaker.failed(admitted(breaker, 0.0), 0.0)
@@ -44,7 +44,7 @@ def test_an_open_breaker_admits_no_call_until_its_rest_is_over_and_then_one() ->
     assert breaker.wait_s(1.0) > 0
 
 
-def test_the_first_byte_of_the_one_that_tries_lets_the_others_in() -> None:
+def test_first_byte_of_the_trial_request_closes_the_breaker() -> None:
     breaker = opened()
     trial = breaker.began(admitted(breaker, 1.0))
     assert breaker.state is BreakerState.CLOSED
@@ -55,7 +55,7 @@ def test_the_first_byte_of_the_one_that_tries_lets_the_others_in() -> None:
     assert breaker.state is BreakerState.CLOSED
 
 
-def test_an_answer_that_only_began_is_no_proof() -> None:
+def test_answer_that_only_began_does_not_reset_the_breaker() -> None:
     breaker = opened()
     trial = breaker.began(admitted(breaker, 1.0))
     breaker.failed(trial, 1.0)
@@ -77,7 +77,7 @@ def test_rests_double_up_to_a_bound_until_an_answer_is_whole() -> None:
     assert breaker.wait_s(now_s) == OPTIONS.rest_s
 
 
-def test_one_that_tries_and_leaves_makes_room_for_the_next() -> None:
+def test_trial_whose_client_disconnects_admits_another_trial() -> None:
     breaker = opened()
     breaker.left(admitted(breaker, 1.0))
     admitted(breaker, 1.0)
@@ -101,7 +101,9 @@ def test_news_of_before_it_opened_changes_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["admit", "began", "ok", "fail", "leave"]), st.integers(0, 7)), max_size=60))
-def test_whatever_happens_at_most_one_tries_and_it_never_stays_shut(events: list[tuple[str, int]]) -> None:
+def test_any_sequence_of_events_admits_at_most_one_trial_and_never_locks_the_breaker(
+    events: list[tuple[str, int]],
+) -> None:
     breaker, now_s, held = Breaker(OPTIONS), 0.0, list[Admission]()
     for what, number in events:
         now_s += number / 4

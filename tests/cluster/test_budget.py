@@ -38,10 +38,10 @@ def stub(model: str, tier: Tier, replica: str = "") -> Need:
 
 
 class TestPrediction:
-    def test_what_is_declared_stands(self) -> None:
+    def test_declared_size_overrides_the_predicted_size(self) -> None:
         assert predict(5 * GB, 1 * GB, 2 * GB) == Footprint(5 * GB, 5 * GB, 0, Origin.DECLARED)
 
-    def test_else_it_is_the_files_with_their_overhead_and_the_kv_pool(self) -> None:
+    def test_undeclared_size_is_files_with_overhead_plus_kv_pool(self) -> None:
         predicted = predict(None, 100 * MB, 30 * MB, host_bytes=15 * MB, factor=1.5)
         assert predicted == Footprint(180 * MB, 150 * MB, 15 * MB, Origin.PREDICTED)
 
@@ -62,7 +62,7 @@ class TestEffectiveBudgets:
             (0, 0, Machine(0), (0, 0)),
         ],
     )
-    def test_they_are_cut_to_the_machine_in_proportion(
+    def test_budgets_above_the_machine_are_reduced_in_proportion(
         self, gpu: int | None, ram: int | None, machine: Machine | None, expected: tuple[int | None, int | None]
     ) -> None:
         budgets = effective_budgets(Resources(gpu_budget_bytes=gpu, ram_budget_bytes=ram), machine)
@@ -73,7 +73,7 @@ class TestEffectiveBudgets:
         ram=st.none() | st.integers(0, 2**50),
         memory=st.integers(0, 2**50),
     )
-    def test_together_they_never_exceed_the_memory_that_they_share_nor_what_is_declared(
+    def test_effective_budgets_exceed_neither_the_shared_memory_nor_the_declared_budgets(
         self, gpu: int | None, ram: int | None, memory: int
     ) -> None:
         budgets = effective_budgets(Resources(gpu_budget_bytes=gpu, ram_budget_bytes=ram), Machine(memory))
@@ -96,7 +96,7 @@ class TestCheck:
         )
         assert (table.budgets.gpu.needed_bytes, table.budgets.ram.needed_bytes) == (DECLARED_BYTES, DECLARED_BYTES)
 
-    def test_the_example_of_fifty_models_needs_what_it_should(self) -> None:
+    def test_fifty_models_need_the_sum_of_their_sizes_by_tier(self) -> None:
         needs = [stub(f"m{i}", Tier.RESIDENT if i < 26 else Tier.STANDBY) for i in range(51)]
         table = check(needs, bounds(24 * GB, 64 * GB))
         assert table.is_within_budget
@@ -116,7 +116,7 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("tier", "gpu", "ram"), [(Tier.RESIDENT, 1_000 * MB, None), (Tier.STANDBY, None, 1_000 * MB)]
     )
-    def test_the_first_that_does_not_fit_is_named(self, tier: Tier, gpu: int | None, ram: int | None) -> None:
+    def test_first_model_over_budget_is_named(self, tier: Tier, gpu: int | None, ram: int | None) -> None:
         table = check([stub("a", tier), stub("b", tier)], bounds(gpu, ram))
         assert [row.verdict for row in table.rows] == [BudgetVerdict.FITS, BudgetVerdict.EXCEEDS]
         assert not table.is_within_budget
@@ -168,7 +168,7 @@ class TestText:
         one = check([stub("b", Tier.STANDBY)], bounds(500 * MB, 500 * MB))
         assert refusal(one) == "the models need more than ram_budget (800 MB of 500 MB): raise it, or drop models"
 
-    def test_what_the_machine_lacks_is_no_fault_of_the_manifest(self) -> None:
+    def test_refusal_states_that_the_machine_has_less_than_the_budget(self) -> None:
         budgets = effective_budgets(Resources(gpu_budget_bytes=GB), Machine(500 * MB))
         text = refusal(check([stub("a", Tier.RESIDENT)], budgets))
         assert "the machine has no more for it; declare fewer or smaller models" in text

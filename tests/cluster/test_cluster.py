@@ -141,7 +141,7 @@ async def test_a_client_that_leaves_ends_every_hop(gate: Gate) -> None:
             assert isinstance(first, Accepted)
 
 
-async def test_what_does_not_fit_is_refused_before_anything_is_loaded() -> None:
+async def test_startup_over_budget_fails_before_any_load() -> None:
     with pytest.raises(ConfigError, match="gpu_budget"):
         async with clustered(SUPPORT.replace("18GB", "2GB"), "stub"):
             pass
@@ -160,7 +160,7 @@ async def test_a_remote_model_without_a_place_is_refused_by_name() -> None:
             pass
 
 
-async def test_events_tell_of_hops_and_tiers() -> None:
+async def test_events_report_hops_and_tier_changes() -> None:
     async with clustered(SUPPORT, "stub") as cluster:
         begin = cluster.events.last_id
         await say(cluster, "a contract with a strange clause")

@@ -43,7 +43,7 @@ def test_a_rate_is_the_difference_over_the_time_between() -> None:
     assert (rates(stats), stats.window_s, stats.requests_per_s, stats.uptime_s) == ([20.0, 0.0], 2.5, 2.0, 12.5)
 
 
-def test_who_asks_first_gets_no_rates() -> None:
+def test_first_reading_has_no_rates() -> None:
     stats = Watch().stats(1.0, a=100)
     assert (rates(stats), stats.window_s, stats.requests_per_s) == ([None], None, None)
 
@@ -54,7 +54,7 @@ def test_an_engine_that_began_anew_and_one_that_was_just_loaded_count_from_zero(
     assert rates(watch.stats(1.0, a=30, b=4)) == [30.0, 4.0]
 
 
-def test_rates_are_over_the_window_however_many_ask() -> None:
+def test_rates_cover_the_window_regardless_of_the_number_of_readings() -> None:
     watch = Watch()
     for at in range(1_000):
         stats = watch.stats(at / 10, a=at)
@@ -63,7 +63,7 @@ def test_rates_are_over_the_window_however_many_ask() -> None:
     assert rates(stats) == [pytest.approx(10.0)]
 
 
-def test_who_asks_a_little_less_often_than_the_window_gets_rates_and_who_comes_late_none() -> None:
+def test_readings_slightly_longer_apart_than_the_window_have_rates_and_late_ones_none() -> None:
     watch = Watch()
     watch.stats(0.0, a=0)
     assert watch.stats(0.3, a=3, window_s=0.1).window_s == 0.3

@@ -54,7 +54,7 @@ def test_successors_are_ready_before_replicas_leave(
     assert relocation(num, places(**before), drained) == wanted
 
 
-def test_relocation_ends_with_every_replica_elsewhere_and_never_fewer_answer() -> None:
+def test_relocation_moves_every_replica_without_reducing_the_ready_ones() -> None:
     """Step by step, each successor ready one step after it was placed."""
     known = places(n0=("b", READY), n1=("b", READY), n2=("a", READY))
     for _ in range(8):

@@ -65,7 +65,7 @@ def test_a_group_idles_for_the_longest_limit_of_its_gateways() -> None:
     assert [merged_view({}, each, 0).replicas[0].idle_limit_s for each in reports] == [2.0, None]
 
 
-def test_what_no_gateway_has_any_more_goes_and_without_gateways_all_stays() -> None:
+def test_groups_without_a_gateway_are_removed_unless_there_are_no_gateways() -> None:
     assert unwanted(["a", "b"], [report(0, seen("b")), report(0, seen("c"))]) == ["a"]
     assert unwanted(["a", "b"], []) == []
 
@@ -76,7 +76,7 @@ def test_a_group_is_held_while_any_gateway_has_reached_it() -> None:
     assert not is_held("a", [report(0, seen("a")), report(0, seen("b", Phase.RESIDENT))])
 
 
-def test_a_gateway_reaches_what_is_placed_when_it_needs_it() -> None:
+def test_gateway_loads_a_placed_group_when_it_needs_it() -> None:
     word = ControllerState(1, phases={"a": Phase.RESIDENT, "b": Phase.RESIDENT, "c": Phase.LOADING})
     here = (seen("a", is_pinned=True), seen("b"), seen("c", is_pinned=True))
     assert actions_for(word, Observed(here, None)) == (Load("a", LoadReason.RESIDENT),)
@@ -84,7 +84,7 @@ def test_a_gateway_reaches_what_is_placed_when_it_needs_it() -> None:
     assert actions_for(word, Observed(asked, None)) == (Load("b", LoadReason.REQUEST),)
 
 
-def test_a_gateway_leaves_what_is_taken_away_and_first_ends_what_it_has_begun() -> None:
+def test_gateway_unloads_a_removed_group_after_its_open_calls() -> None:
     word = ControllerState(1, phases={"a": Phase.UNLOADING}, drains={"b": "c"})
     idle, busy = seen("a", Phase.RESIDENT), seen("a", Phase.RESIDENT, num_busy=1)
     assert actions_for(word, Observed((idle,), None)) == (Unload("a", UnloadReason.ROOM, None),)
@@ -124,7 +124,7 @@ REPLICAS = st.builds(
 
 @settings(deadline=None)
 @given(st.lists(st.lists(REPLICAS, max_size=3, unique_by=lambda each: each.key), min_size=1, max_size=4), st.data())
-def test_the_planner_takes_whatever_gateways_report(several: list[list[Replica]], data: st.DataObject) -> None:
+def test_planner_accepts_any_reports_of_gateways(several: list[list[Replica]], data: st.DataObject) -> None:
     """A single gateway's report is seen as its own planner would see it, and no action names what nobody reported."""
     reports = [report(10.0, *each) for each in several]
     phases = {key: GroupPhase(data.draw(st.sampled_from(Phase)), 1.0) for key in "abc"}

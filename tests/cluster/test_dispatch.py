@@ -51,7 +51,7 @@ def test_a_rule_is_written_as_it_is_read(entry: str, field_name: str, set_: str,
         "a" * 100_000,
     ],
 )
-def test_what_is_no_rule_is_refused_with_the_shape_of_one(text: str) -> None:
+def test_invalid_rule_is_rejected_with_the_expected_form(text: str) -> None:
     with pytest.raises(ConfigError, match=r"<entry>\.output\.<field> -> <set>|write \{intent\}") as caught:
         parse_rule(text)
     assert len(str(caught.value)) < 400
@@ -69,12 +69,12 @@ def test_a_literal_map_in_one_line(literal: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=", "=a", "a=b,", "a=b, a=c", "a:b"])
-def test_what_is_no_literal_map(text: str) -> None:
+def test_invalid_literal_map_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_literal(text)
 
 
-def test_the_entry_may_say_what_leads_somewhere_and_none() -> None:
+def test_entry_constraint_contains_every_routable_word_and_none() -> None:
     assert BY_FIELD.constraint_words(IDS) == ("billing", "technical", "legal", "none")
     assert LITERAL.constraint_words(IDS) == ("refund", "bug", "legal", "none")
     assert TO_ONE.constraint_words(IDS) == ("legal", "none")
@@ -108,7 +108,7 @@ def test_the_entry_may_say_what_leads_somewhere_and_none() -> None:
         ("intent=", None),
     ],
 )
-def test_the_value_in_an_answer(answer: str, value: str | None) -> None:
+def test_value_is_parsed_from_an_answer(answer: str, value: str | None) -> None:
     assert BY_FIELD.read(answer) == value
 
 
@@ -118,7 +118,7 @@ def test_of_a_long_answer_only_the_beginning_is_looked_at() -> None:
 
 
 @given(FIELDS, WORDS, st.sampled_from(["{word}", "{field}={word}", "{field}: {word}", " {word}\n", "json"]))
-def test_a_word_is_read_from_every_form_of_answer(field_name: str, word: str, form: str) -> None:
+def test_decision_is_read_from_every_form_of_answer(field_name: str, word: str, form: str) -> None:
     rule = DispatchRule("router", field_name, "specialists")
     answer = json.dumps({field_name: word}) if form == "json" else form.format(field=field_name, word=word)
     assert rule.read(answer) == word

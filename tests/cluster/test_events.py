@@ -24,7 +24,7 @@ async def first(log: EventLog, count: int, after_id: int | None = None) -> list[
     return events
 
 
-async def test_every_watcher_sees_what_happens_after_it_came() -> None:
+async def test_subscribers_receive_events_after_their_subscription() -> None:
     log = EventLog(unix_time_s=lambda: 7.0)
     warm(log, "early")
     watchers = [asyncio.create_task(first(log, 2)) for _ in range(3)]
@@ -36,7 +36,7 @@ async def test_every_watcher_sees_what_happens_after_it_came() -> None:
     assert seen[0][0] == ClusterEvent(2, 7.0, "co_activation_warmed", {"model": "a", "by": "router"})
 
 
-async def test_a_watcher_that_was_away_goes_on_where_it_was() -> None:
+async def test_reconnected_subscriber_continues_after_its_last_event() -> None:
     log = EventLog()
     for model in "abc":
         warm(log, model)
@@ -55,7 +55,7 @@ async def test_a_slow_subscriber_receives_the_number_of_lost_events() -> None:
         assert (await anext(stream)).fields["model"] == "5"
 
 
-async def test_a_watcher_that_leaves_leaves_nothing_behind() -> None:
+async def test_cancelled_subscriber_leaves_no_state() -> None:
     log = EventLog()
     task = asyncio.create_task(first(log, 1))
     await asyncio.sleep(0)

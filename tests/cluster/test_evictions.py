@@ -21,11 +21,11 @@ from tests.cluster.fake_shell import NOW_S, planned, resident, wanted
     ],
     ids=["serves", "declared resident", "loads", "used a moment ago", "is about to serve"],
 )
-def test_who_is_in_use_is_not_evicted(busy: Replica) -> None:
+def test_replica_in_use_is_not_evicted(busy: Replica) -> None:
     assert not any(isinstance(action, Unload) for action in planned(wanted("a"), busy, budget=6))
 
 
-def test_who_was_used_a_moment_ago_goes_for_one_who_waited_too_long_once_it_stayed_as_long_as_its_load_took() -> None:
+def test_recently_used_replica_is_evicted_for_an_overdue_claim_after_its_minimum_stay() -> None:
     used = resident("b", last_used_s=NOW_S - 0.05, reload_s=8.0)
     late, in_time = wanted("a", since_s=NOW_S - 2.0), wanted("a", since_s=NOW_S - 1.9)
     assert planned(late, replace(used, resident_since_s=NOW_S - 7.9), budget=4) == ()
@@ -34,7 +34,7 @@ def test_who_was_used_a_moment_ago_goes_for_one_who_waited_too_long_once_it_stay
     assert planned(late, stayed, budget=4) == (Unload("b", UnloadReason.ROOM, "a"),)
 
 
-def test_who_is_about_to_serve_its_waiters_is_evicted_only_where_it_was_drained_for_the_claim() -> None:
+def test_replica_with_waiting_calls_is_evicted_only_if_drained_for_the_claim() -> None:
     late = wanted("a", since_s=NOW_S - 5.0)
     full = resident("b", num_waiting=1, waiting_since_s=NOW_S - 1.0)
     assert planned(late, full, budget=4) == ()
@@ -68,12 +68,12 @@ def test_no_model_is_evicted_when_that_would_not_suffice() -> None:
     assert planned(wanted("a", 8), resident("b"), resident("c", num_busy=1), budget=8) == ()
 
 
-def test_what_is_unloading_is_waited_for() -> None:
+def test_no_eviction_while_an_unload_for_the_claim_is_in_progress() -> None:
     going = Replica("b", Phase.UNLOADING, 4, makes_room_for="a")
     assert planned(wanted("a"), going, resident("c"), budget=8) == ()
 
 
-def test_what_was_freed_for_one_is_not_taken_by_a_later_one() -> None:
+def test_memory_freed_for_a_claim_is_not_given_to_a_later_one() -> None:
     going = Replica("b", Phase.UNLOADING, 4, makes_room_for="a")
     second = wanted("c", since_s=NOW_S - 0.1)
     assert planned(wanted("a"), second, going, resident("d"), budget=8) == (Unload("d", UnloadReason.ROOM, "c"),)

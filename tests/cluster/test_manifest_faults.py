@@ -21,7 +21,7 @@ def problems_of(text: str) -> tuple[Problem, ...]:
     return caught.value.problems
 
 
-def test_what_the_cases_change_is_right_before() -> None:
+def test_base_manifest_of_the_cases_is_valid() -> None:
     assert len(parse(BASE).entries) == 4
     assert len(CASES) >= 40
 
@@ -110,12 +110,15 @@ def test_the_error_names_the_text_and_every_line() -> None:
         ("? [a]\n: b\ncluster: x\nmodels: {m: {source: 'pocket://'}}\n", "key that is not a name"),
         ("*nobody\n", "undefined alias"),
         ("%YAML 9.9\n---\ncluster: x\n", "is not YAML"),
-        ("cluster: x\nmodels: {m: {source: 'pocket://', max_active_sessions: 1" + "0" * 5000 + "}}\n", "no number"),
-        ("cluster: x\nmodels: {m: {source: 'pocket://', priority: !!int abc}}\n", "no number"),
+        (
+            "cluster: x\nmodels: {m: {source: 'pocket://', max_active_sessions: 1" + "0" * 5000 + "}}\n",
+            "not a finite number",
+        ),
+        ("cluster: x\nmodels: {m: {source: 'pocket://', priority: !!int abc}}\n", "not a finite number"),
         ("cluster: x\nmodels: {m: {source: 'pocket://', sampling: {temperature: .nan}}}\n", "a number"),
     ],
 )
-def test_texts_that_are_no_manifest_at_all(text: str, words: str) -> None:
+def test_invalid_manifest_texts(text: str, words: str) -> None:
     assert words in " ".join(map(str, problems_of(text)))
 
 
@@ -136,7 +139,7 @@ def test_texts_that_are_no_manifest_at_all(text: str, words: str) -> None:
         ("  ram_budget", "\tram_budget", "", ("has a tab; write spaces",)),
     ],
 )
-def test_a_character_that_is_not_what_it_looks_like_is_named(
+def test_lookalike_character_is_reported_with_its_code_point(
     old: str, new: str, where: str, words: tuple[str, ...]
 ) -> None:
     told = [problem for problem in problems_of(BASE.replace(old, new, 1)) if problem.where == where]
@@ -161,7 +164,7 @@ def test_accented_letters_are_not_reported_as_lookalikes() -> None:
         ("tier: resident", "tier: !secret resident", 8, "models.router.tier"),
     ],
 )
-def test_a_tag_is_named_as_it_was_written_and_nothing_is_made_of_it(old: str, new: str, line: int, where: str) -> None:
+def test_yaml_tag_is_reported_as_written(old: str, new: str, line: int, where: str) -> None:
     (tag,) = (word for word in new.split() if word.startswith("!"))
     told = [(problem.line, problem.where) for problem in problems_of(BASE.replace(old, new, 1)) if tag in str(problem)]
     assert told == [(line, where)]
@@ -174,7 +177,7 @@ def test_a_bomb_of_aliases_is_refused_before_it_grows() -> None:
     assert problem.line > 1
 
 
-def test_what_contains_itself_is_refused() -> None:
+def test_alias_that_contains_itself_is_rejected() -> None:
     (problem,) = problems_of("cluster: x\nmodels: &m\n  a: *m\n")
     assert (problem.line, "*m" in problem.message) == (3, True)
 
@@ -196,7 +199,7 @@ def test_a_text_full_of_faults_gives_a_bounded_list() -> None:
     assert len(problems) == MAX_PROBLEMS
 
 
-def test_an_alias_stands_for_what_it_names() -> None:
+def test_alias_has_the_value_of_its_anchor() -> None:
     text = BASE.replace("source: hf://org/billing", "source: &shared hf://org/shared").replace(
         "hf://org/legal", "*shared"
     )
@@ -204,7 +207,7 @@ def test_an_alias_stands_for_what_it_names() -> None:
     assert manifest.entry("billing").source == manifest.entry("legal").source == "hf://org/shared"
 
 
-def test_a_validator_tells_faults_of_its_block_with_their_lines() -> None:
+def test_validator_problems_have_the_lines_of_their_block() -> None:
     text = BASE + "rollouts:\n  - model: billing\n    gate:\n      alpha: 2\n"
 
     def check(block: object) -> list[Problem]:

@@ -154,7 +154,7 @@ def test_every_key_means_its_field() -> None:
     )
 
 
-def test_hosts_of_defaults_are_not_no_hosts() -> None:
+def test_empty_hosts_block_is_kept_as_default_hosts() -> None:
     text = "cluster: x\nmodels: {m: {source: 'pocket://'}}\n"
     manifest = parse(f"{text}hosts: {{}}\n")
     assert manifest.hosts == Hosts()
@@ -162,7 +162,7 @@ def test_hosts_of_defaults_are_not_no_hosts() -> None:
     assert parse(text).hosts is None
 
 
-def test_models_that_share_replicas_have_the_demand_of_the_one_that_wants_most() -> None:
+def test_models_that_share_replicas_have_the_largest_demand() -> None:
     """A backend, or files of one content, make models share that their text keeps apart."""
     many, spread = HostedReplicas(3), HostedReplicas(3, spread=True)
     hosts = Hosts(replicas={"a": HostedReplicas(2), "b": many, "c": spread})
@@ -207,7 +207,7 @@ def test_an_example_is_written_and_read_as_itself(path: Path) -> None:
 
 @settings(max_examples=40)
 @given(manifests())
-def test_what_is_written_is_read_as_the_same_value(manifest: Manifest) -> None:
+def test_dumped_manifest_parses_to_the_same_value(manifest: Manifest) -> None:
     text = dump(manifest)
     again = parse(text, validators={"rollouts": lambda block: ()})
     assert again == manifest
@@ -242,7 +242,7 @@ def test_a_remote_model_needs_no_source_and_no_tier() -> None:
     assert "source" not in dump(manifest)
 
 
-def test_the_environment_is_what_was_passed_in_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_come_only_from_the_given_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST", "from-the-process")
     with pytest.raises(ManifestError, match=r"\$\{HOST\}, which is not set"):
         parse(FULL)
@@ -269,12 +269,12 @@ def test_a_manifest_in_json_may_write_a_character_as_a_surrogate_pair() -> None:
     assert parse(written).entry("m").system_prompt == "a 😀 b"
 
 
-def test_words_that_yaml_once_took_for_booleans_are_words() -> None:
+def test_yaml_1_1_booleans_are_strings() -> None:
     manifest = parse("cluster: no\nmodels: {on: {source: off}}\n")
     assert (manifest.cluster, manifest.entries[0].id, manifest.entries[0].source) == ("no", "on", "off")
 
 
-def test_what_is_written_is_plain_yaml_for_others() -> None:
+def test_dumped_manifest_is_plain_yaml() -> None:
     manifest = parse(FULL, environment={"HOST": "a.b"})
     told = yaml.safe_load(dump(manifest))
     assert told["models"]["router"]["size"] == "800MB"
@@ -286,7 +286,7 @@ def test_what_is_written_is_plain_yaml_for_others() -> None:
     }
 
 
-def test_engine_blocks_are_what_loading_takes() -> None:
+def test_engine_block_has_the_fields_of_engine_options() -> None:
     router = parse(FULL, environment={"HOST": "a.b"}).entry("router")
     options = EngineOptions(**router.engine)
     assert options.kv_cache_memory_bytes == 256 << 20

@@ -128,7 +128,7 @@ def test_all_that_a_key_may_not_name_is_one_refusal_whether_it_is_there_or_not(k
     assert "secret" not in str(body) + told
 
 
-def test_a_key_may_name_what_lies_in_the_folder_or_is_declared(keyed: Machine) -> None:
+def test_key_may_name_files_in_the_manifest_folder_and_declared_sources(keyed: Machine) -> None:
     free = [str(keyed.folder / "model.gguf"), str(keyed.outside / "model.gguf"), "stub://b", "pocket://"]
     for source in free:
         assert keyed.put_source(source).status_code == 200, source
@@ -210,7 +210,7 @@ def test_permissions_are_for_admins_or_for_every_caller_of_a_server_without_remo
     assert permissions("key-1", api_keys=("k",), allow_private_remotes=True) == (False, True)
 
 
-def test_a_model_that_turns_out_to_be_none_was_never_there() -> None:
+def test_error_of_an_opened_source_is_redacted_for_senders_without_permissions() -> None:
     names = OperatorNames(Manifest("c", ()), Path.cwd(), lambda path: None, opens_sources=True)
     check = names.check_for(NONE)
     source = str(Path.cwd() / "m.gguf")
@@ -303,11 +303,11 @@ def test_addresses_that_are_not_public(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_addresses_that_are(address: str) -> None:
+def test_public_addresses(address: str) -> None:
     assert is_public(address)
 
 
-def test_names_say_nothing_of_themselves_but_those_of_loopback() -> None:
+def test_only_loopback_names_count_as_private_without_resolution() -> None:
     hosts = ("localhost", "LOCALHOST.", "a.localhost", "example.com", "localhost.example.com", "2130706433")
     assert [is_plainly_private(host) for host in hosts] == [True, True, True, False, False, False]
 

@@ -227,7 +227,7 @@ async def test_a_drained_host_gives_its_replicas_away(tmp_path: Path) -> None:
             await cluster.drain_host("c", True)
 
 
-async def test_without_an_owner_what_is_placed_answers_on_and_the_next_one_finds_it(tmp_path: Path) -> None:
+async def test_replicas_serve_without_a_controller_and_the_next_controller_finds_them(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment:
         cluster = await deployment.gateway()
         await eventually(lambda: num_ready(cluster, "billing") == 3)
@@ -261,7 +261,7 @@ async def test_every_request_has_an_answer_when_all_hosts_and_the_controller_are
         assert "the cluster's controller does not report" in cluster.health().warnings[0]
 
 
-async def test_a_gateway_whose_links_are_refused_ends_with_the_reason(tmp_path: Path) -> None:
+async def test_gateway_with_rejected_links_fails_with_the_reason(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("another secret of more than sixteen bytes\n")
     async with deployed(tmp_path) as deployment:

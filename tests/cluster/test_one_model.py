@@ -117,7 +117,7 @@ async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: Cluster
 
 
 @shares_a_model
-async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: Cluster) -> None:
+async def test_invalid_calls_are_rejected_before_acceptance(stub: Cluster) -> None:
     long = "x" * (MAX_INLINE_CHARS * 3)
     for asked, expected in (
         (structs.replace(call("abc"), model="other"), ModelNotFoundError),
@@ -137,7 +137,7 @@ async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: Clus
     await settled(stub)
 
 
-async def test_a_full_queue_refuses_and_serves_who_came_before() -> None:
+async def test_full_queue_rejects_new_calls_and_serves_queued_ones() -> None:
     for kind in KINDS:
         async with served("stub://alpha?step_ms=20", kind, max_num_queued_reqs=2, max_num_seqs=1) as model:
             outcomes = await asyncio.gather(*(answer(model, call("x")) for _ in range(8)), return_exceptions=True)
@@ -291,7 +291,7 @@ async def test_a_model_that_cannot_be_loaded_is_one_clear_error(kind: Kind, tmp_
     await model.close()
 
 
-def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
+def test_worker_process_runs_under_uvloop() -> None:
     """uvloop is what the server runs on; the stream to the process is made by its own means."""
     if sys.platform == "win32":
         pytest.skip("there is no uvloop")
@@ -320,7 +320,7 @@ async def test_no_request_waits_for_another_that_has_no_session_either() -> None
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-async def test_who_has_the_device_alone_has_the_pool_that_its_load_finds_room_for(max_num_seqs: int) -> None:
+async def test_single_model_without_a_budget_has_a_pool_for_whole_contexts(max_num_seqs: int) -> None:
     """Whole contexts of all that run; with another model, or a budget, the share of it."""
     engine = EngineOptions(max_num_seqs=max_num_seqs)
     model = one_model("stub://alpha", load=LoadOptions(engine))

@@ -47,7 +47,7 @@ class TestLoading:
         assert fake.models["a"].busy == calls
         assert loads(fake) == ["a"]
 
-    def test_what_workers_ended_over_is_loaded_after_all_others(self) -> None:
+    def test_replica_that_ended_workers_is_loaded_last(self) -> None:
         replicas = (
             wanted("a", since_s=0.0, num_lost=2),
             absent("b", is_pinned=True, num_lost=1),
@@ -66,7 +66,7 @@ class TestLoading:
         fake.advance(1.0)
         assert loads(fake) == ["a", "a"]
 
-    def test_a_load_whose_waiters_all_left_is_not_started(self) -> None:
+    def test_load_without_remaining_calls_is_not_started(self) -> None:
         fake = shell(absent("a"), resident("b"), budget=4)
         busy = fake.arrive("b")
         fake.leave(fake.arrive("a"))
@@ -90,7 +90,7 @@ class TestLoading:
         fake.loaded("a")
         assert fake.models["a"].busy == {call}
 
-    def test_unloading_by_order_drops_who_waits(self) -> None:
+    def test_management_unload_drops_waiting_calls(self) -> None:
         fake = shell(resident("a"), budget=4)
         fake.models["a"].max_busy = 1
         calls = {fake.arrive("a"), fake.arrive("a")}
@@ -114,7 +114,7 @@ class TestLoading:
         fake.arrive("b")
         assert fake.phases() == {"a": "loading", "b": "absent"}
 
-    def test_the_more_urgent_class_is_loaded_first_and_within_it_who_came_first(self) -> None:
+    def test_loads_are_ordered_by_priority_then_arrival(self) -> None:
         replicas = (
             wanted("low", since_s=NOW_S - 1.5, priority=1),
             wanted("late", since_s=NOW_S - 0.1),
@@ -125,11 +125,11 @@ class TestLoading:
             Load("late", LoadReason.REQUEST),
         )
 
-    def test_who_waited_too_long_comes_before_the_more_urgent(self) -> None:
+    def test_overdue_claim_is_loaded_before_a_more_urgent_one(self) -> None:
         replicas = (wanted("critical", priority=-2, since_s=NOW_S - 1.9), wanted("low", priority=1, since_s=NOW_S - 2))
         assert planned(*replicas, budget=4) == (Load("low", LoadReason.REQUEST),)
 
-    def test_those_whose_room_is_in_use_take_no_turn_of_those_that_fit(self) -> None:
+    def test_blocked_claims_do_not_delay_claims_that_fit(self) -> None:
         replicas = wanted("a", 8), wanted("b", 8), wanted("c", 1), resident("d", num_busy=1)
         assert planned(*replicas, budget=10) == (Load("c", LoadReason.REQUEST),)
 
@@ -138,16 +138,16 @@ class TestLoading:
 
 
 class TestNeverFits:
-    def test_what_is_larger_than_the_budget_is_refused_with_the_reason(self) -> None:
+    def test_replica_larger_than_the_budget_is_refused_with_the_reason(self) -> None:
         (action,) = planned(wanted("a", 50_000_000), budget=40_000_000)
         reason = "it needs 50 MB; of the budget of 40 MB, the models declared resident take 0 B"
         assert action == Refuse("a", reason)
 
-    def test_what_does_not_fit_beside_those_declared_resident_is_refused(self) -> None:
+    def test_replica_that_does_not_fit_beside_pinned_ones_is_refused(self) -> None:
         (action,) = planned(wanted("a", 3), resident("b", 2, is_pinned=True), budget=4)
         assert isinstance(action, Refuse)
 
-    def test_what_only_fits_alone_is_loaded_alone(self) -> None:
+    def test_replica_of_the_size_of_the_budget_evicts_all_others(self) -> None:
         assert planned(wanted("a", 4), resident("b", 2), budget=4) == (Unload("b", UnloadReason.ROOM, "a"),)
 
     def test_of_two_declared_resident_that_do_not_fit_the_first_is_loaded(self) -> None:
@@ -219,7 +219,7 @@ class TestDraining:
         assert late in fake.models["a"].busy
         assert fake.drained() == set()
 
-    def test_all_whose_room_is_needed_go_together(self) -> None:
+    def test_all_replicas_whose_room_is_needed_are_unloaded_together(self) -> None:
         fake = shell(resident("a"), resident("b"), absent("c", 8), budget=8)
         calls = [fake.arrive("a"), fake.arrive("b")]
         fake.arrive("c")
@@ -230,7 +230,7 @@ class TestDraining:
         fake.finish(calls[1])
         assert fake.phases() == {"a": "unloading", "b": "unloading", "c": "absent"}
 
-    def test_who_has_older_waiters_is_not_drained(self) -> None:
+    def test_replica_with_older_waiting_calls_is_not_drained(self) -> None:
         older = resident("a", num_busy=1, num_waiting=1, waiting_since_s=NOW_S - 9)
         assert planned(older, wanted("b", since_s=NOW_S - 5), budget=4) == ()
 
@@ -244,17 +244,17 @@ class TestDraining:
         new = resident("a", num_busy=1, resident_since_s=NOW_S, reload_s=9.0)
         assert planned(new, waits, wanted("c", 2), budget=10) == ()
 
-    def test_who_was_drained_for_it_goes_on_draining_though_another_has_become_cheaper(self) -> None:
+    def test_draining_replica_keeps_draining_when_another_becomes_cheaper(self) -> None:
         drained = resident("b", num_busy=1, reload_s=9.0, makes_room_for="a")
         cheap = resident("c", num_busy=1, reload_s=0.01)
         assert planned(wanted("a", since_s=NOW_S - 5), drained, cheap, budget=8) == (Drain("b", "a"),)
 
-    def test_the_idle_go_before_the_busy_however_cheap(self) -> None:
+    def test_idle_replicas_are_unloaded_before_cheaper_busy_ones(self) -> None:
         idle, busy = resident("b", reload_s=9.0), [resident(key, num_busy=1, reload_s=0.01) for key in "cd"]
         drains = planned(wanted("a", 8, since_s=NOW_S - 5), idle, *busy, budget=12)
         assert drains == (Drain("b", "a"), Drain("c", "a"))
 
-    def test_what_an_eviction_leaves_over_is_used_in_the_same_plan(self) -> None:
+    def test_bytes_left_over_by_an_eviction_are_used_in_the_same_plan(self) -> None:
         """`e` waits for one of the two free bytes; `a` frees enough for it, so `c` may have both of them now."""
         goes = Replica("d", Phase.UNLOADING, 2, makes_room_for="e")
         waits = (absent("c", 2, is_pinned=True, retry_at_s=NOW_S - 4), wanted("e", 3, since_s=NOW_S - 5))
@@ -268,7 +268,7 @@ class TestWarming:
     def test_warming_takes_free_room(self) -> None:
         assert planned(absent("a", wants_warm=True), budget=4) == (Load("a", LoadReason.WARM),)
 
-    def test_who_is_needed_is_not_warmed_as_well(self) -> None:
+    def test_requested_replica_is_not_warmed_in_addition(self) -> None:
         assert planned(wanted("a", wants_warm=True), budget=8) == (Load("a", LoadReason.REQUEST),)
 
     def test_warming_evicts_no_model(self) -> None:
@@ -278,13 +278,13 @@ class TestWarming:
         waits, busy = wanted("a", 4), resident("b", 4, num_busy=1)
         assert planned(waits, busy, absent("c", 1, wants_warm=True), budget=6) == ()
 
-    def test_however_many_ask_a_model_is_warmed_once(self) -> None:
+    def test_several_warm_requests_load_a_model_once(self) -> None:
         fake = shell(absent("a"), budget=4)
         for _ in range(3):
             fake.warm("a")
         assert loads(fake) == ["a"]
 
-    def test_what_was_warmed_makes_room_for_a_request(self) -> None:
+    def test_warmed_replica_is_evicted_for_a_request(self) -> None:
         fake = shell(absent("a"), absent("b"), budget=4)
         fake.warm("a")
         fake.loaded("a")
@@ -312,12 +312,12 @@ class TestIdleLimit:
         ],
         ids=["declared resident", "serves", "will be needed"],
     )
-    def test_who_is_needed_stays(self, needed: Replica) -> None:
+    def test_needed_replica_is_not_unloaded_when_idle(self, needed: Replica) -> None:
         assert planned(needed, budget=4) == ()
 
 
 class TestSmallerBudget:
-    def test_the_idle_go_and_the_busy_drain(self) -> None:
+    def test_idle_replicas_are_unloaded_and_busy_ones_drained(self) -> None:
         replicas = resident("a", num_busy=1), resident("b"), resident("c", is_pinned=True)
         assert planned(*replicas, budget=8) == (Unload("b", UnloadReason.BUDGET, ""),)
         assert planned(*replicas, budget=4) == (Drain("a", ""), Drain("b", ""))
@@ -326,7 +326,7 @@ class TestSmallerBudget:
         assert planned(resident("a", num_busy=1), wanted("b", 0), budget=3) == (Drain("a", ""),)
 
 
-def test_the_next_look_is_at_the_next_moment_that_could_change_the_plan() -> None:
+def test_next_plan_is_at_the_next_time_that_could_change_it() -> None:
     replicas = (
         wanted("a", since_s=NOW_S - 0.5),
         absent("b", is_pinned=True, retry_at_s=NOW_S + 7.0),
@@ -353,7 +353,7 @@ seen = st.builds(
 
 
 @given(st.lists(seen, max_size=5, unique_by=lambda replica: replica.key), st.one_of(st.none(), st.integers(0, 20)))
-def test_one_who_can_do_nothing_changes_nothing(replicas: list[Replica], budget: int | None) -> None:
+def test_replica_that_cannot_be_loaded_does_not_change_the_plan(replicas: list[Replica], budget: int | None) -> None:
     """Where nothing is to be done a plan is made at a glance, which somebody who is wanted rules out."""
     barred = absent("z", 0, wants_warm=True, retry_at_s=NOW_S + 1)
     assert planned(*replicas, budget=budget) == planned(*replicas, barred, budget=budget)

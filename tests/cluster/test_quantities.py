@@ -76,7 +76,7 @@ def test_a_plain_number_is_bytes_or_an_error_and_never_another_unit(number: int)
 
 
 @pytest.mark.parametrize("text", ["18GX", "18Gi", "-18G", "-18432", "lots", "9000000T"])
-def test_what_is_no_budget(text: str) -> None:
+def test_invalid_budget_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_budget(text)
 
@@ -92,13 +92,13 @@ def test_durations(text: str, duration_s: float) -> None:
 @pytest.mark.parametrize(
     "text", ["", "GB", "1 2GB", "1GB2", "0x10GB", "\u0661GB", "1__0GB", "nanGB", "infGB", "1e9999GB", "9" * 99 + "B"]
 )
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"it must be a number with a unit|at most"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["1e300d", "3651d", "-1s", "5", "5 sec", "1m30s"])
-def test_what_is_no_duration(text: str) -> None:
+def test_invalid_duration_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_duration(text)
 

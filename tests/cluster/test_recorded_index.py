@@ -62,7 +62,7 @@ def searched(known: Known, given: dict[str, int], query: AnswerQuery, *, is_stri
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_request_gets_what_the_rules_choose_one_after_the_other(seed: int) -> None:
+def test_requests_get_the_answers_that_a_direct_search_by_the_rules_finds(seed: int) -> None:
     draw = random.Random(seed)
 
     def prompt() -> tuple[int, ...]:
@@ -94,19 +94,19 @@ def test_every_request_gets_what_the_rules_choose_one_after_the_other(seed: int)
             assert (match.num_prompt_tokens, match.is_exact) == (len(recorded), recorded == tuple(query.prompt_ids))
 
 
-def test_a_prompt_that_came_again_gets_its_answers_in_turn_and_then_from_the_first_on() -> None:
+def test_repeated_prompt_gets_its_recorded_answers_in_rotation() -> None:
     index = index_of([((1, 2), answer_of(name)) for name in "abc"])
     given = [index.find(AnswerQuery((1, 2), b"")) for _ in range(4)]
     assert [match.answer.name for match in given if match] == ["a", "b", "c", "a"]
 
 
-def test_an_answer_of_two_completions_serves_a_request_for_one_and_never_the_other_way_round() -> None:
+def test_answer_of_two_completions_serves_a_request_for_one_but_not_vice_versa() -> None:
     index = index_of([((1,), answer_of("two", n=2)), ((2,), answer_of("one"))])
     assert index.find(AnswerQuery((1,), b"", n=1)) is not None
     assert index.find(AnswerQuery((2,), b"", n=2)) is None
 
 
-def test_what_is_known_of_the_prompts_is_their_number_and_lengths() -> None:
+def test_index_reports_number_and_lengths_of_prompts() -> None:
     index = index_of([((1, 2, 3), answer_of("a")), ((1, 2, 3), answer_of("b")), ((4,), answer_of("c"))])
     assert (index.num_answers, index.num_prompts, index.lengths) == (3, 2, (1, 3))
     assert RecordedIndex().lengths == (0, 0)

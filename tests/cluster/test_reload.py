@@ -90,7 +90,7 @@ async def test_a_manifest_that_cannot_come_changes_nothing(fault: str) -> None:
         assert not cluster.snapshot().is_replacing
 
 
-async def test_where_both_do_not_fit_new_requests_are_refused_while_the_old_ones_end(gate: Gate) -> None:
+async def test_new_requests_are_rejected_while_old_ones_end_if_both_do_not_fit(gate: Gate) -> None:
     text = (
         f"cluster: c\nresources: {{gpu_budget: 1GB}}\nmodels:\n  m: {{source: 'stub://first?step_ms={ENDLESS_MS}'}}\n"
     )
@@ -111,7 +111,7 @@ async def test_where_both_do_not_fit_new_requests_are_refused_while_the_old_ones
         assert (await say(cluster, "hello")).text.startswith("[stub:second]")
 
 
-async def test_where_both_do_not_fit_a_failed_load_brings_the_old_model_back() -> None:
+async def test_failed_load_restores_the_old_model_if_both_do_not_fit() -> None:
     text = "cluster: c\nresources: {gpu_budget: 1GB}\nmodels:\n  m: {source: 'stub://first'}\n"
     async with clustered(text) as cluster:
         with pytest.raises(LockstepError, match="block_size"):
@@ -120,7 +120,7 @@ async def test_where_both_do_not_fit_a_failed_load_brings_the_old_model_back() -
         assert cluster.health().ready
 
 
-async def test_what_loading_finds_too_large_for_the_new_budget_does_not_come() -> None:
+async def test_model_that_exceeds_the_new_budget_when_loaded_fails_the_replacement() -> None:
     """The old manifest has no budget, so that nothing bounds the load but what the new one will hold."""
     new = "cluster: new\nresources: {gpu_budget: 100MB}\nmodels:\n  m: {source: 'pocket://', size: 10MB}\n"
     async with clustered("cluster: old\nmodels:\n  m: {source: 'stub://first'}\n") as cluster:
@@ -143,7 +143,7 @@ async def test_calls_that_do_not_end_are_cut_when_the_time_is_up() -> None:
             await running
 
 
-async def test_a_session_of_a_model_that_is_gone_is_given_up() -> None:
+async def test_session_of_a_removed_model_is_evicted() -> None:
     limits = "sessions: {idle_threshold: 20ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
     async with clustered(OLD) as cluster:
         await say(cluster, "hello", "billing", session="s")
@@ -202,7 +202,7 @@ async def test_another_size_of_the_same_artifact_is_taken_over_and_nothing_is_lo
         assert _loads(cluster) == 3
 
 
-async def test_what_was_unloaded_by_hand_stays_away_until_its_entry_changes() -> None:
+async def test_model_unloaded_by_request_stays_unloaded_until_its_entry_changes() -> None:
     async with clustered(OLD) as cluster:
         for name in ("legal", "billing"):
             await cluster.unload_model(name)

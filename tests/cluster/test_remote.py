@@ -140,7 +140,7 @@ async def test_all_calls_can_be_ended_with_an_error(upstream: ServerProcess) -> 
     await settled(upstream)
 
 
-async def test_closing_ends_what_is_open(upstream: ServerProcess) -> None:
+async def test_closing_ends_open_calls(upstream: ServerProcess) -> None:
     async with remote(url(upstream)) as model:
         tasks = [asyncio.create_task(events_of(model, call(params=ENDLESS))) for _ in range(3)]
         await computing(upstream, 3)
@@ -150,7 +150,7 @@ async def test_closing_ends_what_is_open(upstream: ServerProcess) -> None:
     await settled(upstream)
 
 
-async def test_constraints_are_kept_there(upstream: ServerProcess) -> None:
+async def test_remote_answers_obey_constraints(upstream: ServerProcess) -> None:
     for constraint in (Constraint.choice(["billing", "legal"]), Constraint.json_schema({"enum": ["billing", "legal"]})):
         async with remote(url(upstream)) as model:
             output = answer_of(
@@ -169,7 +169,7 @@ async def test_constraints_are_kept_there(upstream: ServerProcess) -> None:
     ],
     ids=["there", "there, of vLLM", "here", "here, of vLLM"],
 )
-async def test_what_cannot_be_had_is_refused_by_name(
+async def test_unsupported_parameters_are_rejected_by_name(
     upstream: ServerProcess, params: SamplingParams, more: dict[str, Any], param: str
 ) -> None:
     async with remote(url(upstream)) as model:

@@ -94,7 +94,7 @@ async def test_every_failure_has_its_error_and_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SILENCES)
-async def test_silence_is_not_waited_out_and_counts(name: str) -> None:
+async def test_silent_server_fails_at_the_timeout_and_counts_as_a_failure(name: str) -> None:
     reply, match = SILENCES[name]
     async with crooked(reply) as server, remote(server.url, num_failures=1, silence_s=0.3) as model:
         with pytest.raises(DeadlineError, match=match):
@@ -166,7 +166,7 @@ async def test_text_of_a_refused_request_goes_to_the_client(status: int) -> None
             await events_of(model)
 
 
-async def test_a_call_whose_time_is_up_may_be_ended_in_the_same_moment() -> None:
+async def test_call_may_be_ended_at_the_moment_of_its_deadline() -> None:
     """As when the server closes: whoever ends all calls gets to the end of them."""
     loop = asyncio.get_running_loop()
     deadlines = CallDeadlines(call(), loop.time())
@@ -187,7 +187,7 @@ async def test_a_refused_connection_is_an_error_with_a_retry_time() -> None:
     assert caught.value.retry_after_s
 
 
-async def test_when_to_come_back_is_passed_on() -> None:
+async def test_retry_after_is_passed_on() -> None:
     async with crooked(refuses(503, None, "Retry-After: 7")) as server, remote(server.url, max_attempts=3) as model:
         with pytest.raises(UnavailableError) as caught:
             await events_of(model)
@@ -271,7 +271,7 @@ async def test_leaving_closes_the_connection() -> None:
         assert model.state is BreakerState.CLOSED
 
 
-async def test_deadlines_are_the_calls_and_say_nothing_against_the_server() -> None:
+async def test_deadlines_do_not_count_as_failures_of_the_server() -> None:
     async with crooked(says(BEGUN, HANG_S), says(HANG_S)) as server, remote(server.url, num_failures=1) as model:
         with pytest.raises(DeadlineError, match=r"0\.2 s") as caught:
             await events_of(model, call(deadline_s=0.2, queue_deadline_s=HANG_S))
@@ -338,7 +338,7 @@ async def test_an_endless_answer_is_cut_at_max_tokens(caplog: pytest.LogCaptureF
     assert "sent more than was requested; the answer was cut off" in caplog.text
 
 
-async def test_who_ends_at_the_limit_is_not_cut(caplog: pytest.LogCaptureFixture) -> None:
+async def test_answer_that_ends_at_the_limit_is_not_cut(caplog: pytest.LogCaptureFixture) -> None:
     pieces = [*(chunk({"content": text}) for text in "abcd"), chunk({"content": "!"}, "stop"), event(b"[DONE]")]
     async with crooked(says(HEAD, *pieces)) as server, remote(server.url) as model:
         answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=4))))
@@ -346,7 +346,7 @@ async def test_who_ends_at_the_limit_is_not_cut(caplog: pytest.LogCaptureFixture
     assert "cut" not in caplog.text
 
 
-async def test_what_never_ends_and_had_no_limit_is_cut_at_ours() -> None:
+async def test_endless_answer_without_a_limit_is_cut_at_the_maximum_length() -> None:
     limits = AnswerLimits(max_chars=24)
     async with crooked(endless(chunk({"content": " upon"}))) as server, remote(server.url, limits=limits) as model:
         answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=None))))
@@ -365,7 +365,7 @@ async def test_events_without_end_that_bring_nothing_are_a_failure() -> None:
 
 
 @pytest.mark.parametrize("rest", [b": ping\n\n", chunk({}), event({"choices": []})], ids=["pings", "empty", "nobody"])
-async def test_an_answer_that_has_ended_is_whole_whatever_follows(rest: bytes) -> None:
+async def test_ended_answer_is_complete_regardless_of_further_events(rest: bytes) -> None:
     limits = AnswerLimits(usage_s=0.1)
     async with crooked(endless(chunk({}, "stop"), rest)) as server, remote(server.url, limits=limits) as model:
         answer = answer_of(await events_of(model))

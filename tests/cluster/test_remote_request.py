@@ -99,7 +99,7 @@ def test_constraints_have_the_names_that_others_know(constraint: Constraint, exp
     assert sent(SamplingParams(constraint=constraint)) == {**SAID, **expected}
 
 
-def test_what_is_this_clusters_own_stays_here() -> None:
+def test_parameters_of_this_cluster_are_not_sent() -> None:
     assert sent(priority=-2, tenant="acme", session_id="s", deadline_s=1.0) == SAID
     assert sent(cache_salt="salt", truncate_prompt_tokens=5) == {
         **SAID,
@@ -118,7 +118,7 @@ def test_what_is_this_clusters_own_stays_here() -> None:
         (GenerationRequest("Once", SamplingParams(constraint=Constraint.json_schema("{"))), "constraint"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_by_name(call: GenerationRequest, param: str) -> None:
+def test_unsendable_parameters_are_rejected_by_name(call: GenerationRequest, param: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         remote_request("far", "served", call)
     assert caught.value.param == param

@@ -105,7 +105,7 @@ async def test_variables_of_the_template_pass_through() -> None:
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
     ],
 )
-async def test_what_needs_the_models_tokens_is_refused_by_name(more: dict[str, Any], param: str) -> None:
+async def test_parameters_that_need_token_ids_are_rejected_by_name(more: dict[str, Any], param: str) -> None:
     async with client_of(says(whole("Once"))) as (client, _):
         answer = await client.post("/v1/chat/completions", json=body(**more))
     assert answer.status_code == 400

@@ -58,7 +58,7 @@ async def shell(
         await worker.close()
 
 
-async def test_what_takes_more_than_was_predicted_is_unloaded_again_and_its_load_has_failed() -> None:
+async def test_load_above_its_predicted_size_and_the_budget_fails_and_is_unloaded() -> None:
     async with shell(1_000_000_000) as (replicas, moves):
         held = replicas.of(spec_of("b", lambda loaded: 1_200_000_000))
         with pytest.raises(UnavailableError, match=r"takes 1\.2 GB, where 800 MB were expected; of gpu_budget's 1 GB"):
@@ -72,7 +72,7 @@ async def test_what_takes_more_than_was_predicted_is_unloaded_again_and_its_load
         assert held.retry_at_s > 0
 
 
-async def test_what_takes_less_than_was_predicted_leaves_room_for_others() -> None:
+async def test_load_below_its_predicted_size_leaves_room_for_others() -> None:
     async with shell(1_000_000_000) as (replicas, _):
         small, other = replicas.of(spec_of("a", lambda loaded: 100_000_000)), replicas.of(spec_of("b"))
         await replicas.acquire(small)
@@ -83,7 +83,7 @@ async def test_what_takes_less_than_was_predicted_leaves_room_for_others() -> No
 
 
 @pytest.mark.parametrize(("waited_s", "is_loaded"), [(WARM_TIME_S - 1, True), (WARM_TIME_S + 1, False)])
-async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_much_later(
+async def test_warming_uses_memory_that_becomes_free_within_the_warm_time_only(
     waited_s: float, is_loaded: bool
 ) -> None:
     now_s = 100.0
@@ -100,14 +100,14 @@ async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_mu
         assert (warm.phase is not Phase.ABSENT) == is_loaded
 
 
-async def test_what_can_never_fit_is_refused_at_once() -> None:
+async def test_replica_that_never_fits_is_refused_at_once() -> None:
     async with shell(500_000_000) as (replicas, moves):
         with pytest.raises(NotLoadableError, match="cannot be loaded: it needs 800 MB; of the budget of 500 MB"):
             await replicas.acquire(replicas.of(spec_of("b")))
         assert moves == []
 
 
-async def test_those_who_wait_are_bounded_and_closing_tells_them(gate: Gate) -> None:
+async def test_waiting_calls_are_limited_in_number_and_ended_by_closing(gate: Gate) -> None:
     async with shell() as (replicas, _):
         held = replicas.of(spec_of("a", load_ms=ENDLESS_MS))
         waiting = [asyncio.create_task(replicas.acquire(held)) for _ in range(MAX_WAITING_CALLS)]
@@ -120,7 +120,7 @@ async def test_those_who_wait_are_bounded_and_closing_tells_them(gate: Gate) -> 
         assert held.num_busy == 0
 
 
-async def test_one_who_leaves_in_the_moment_of_admission_leaves_no_count() -> None:
+async def test_call_cancelled_at_its_admission_is_not_counted() -> None:
     leaving: list[asyncio.Task[None]] = []
     loop = asyncio.get_running_loop()
     # Its turn in the loop comes after the admission, and before the one who waited for it learns of it.
@@ -144,7 +144,7 @@ async def test_a_defect_while_loading_fails_the_waiting_requests_and_leaves_noth
         assert replicas.held_bytes == 0
 
 
-async def test_what_fails_after_a_load_frees_what_was_loaded() -> None:
+async def test_error_after_a_load_unloads_the_model() -> None:
     """A text side that cannot be read, say: the error is none of ours, and nobody may keep the memory."""
 
     def unreadable(loaded: object) -> int:
@@ -175,7 +175,7 @@ async def test_a_load_that_was_lost_with_its_worker_is_the_models_own_failure_on
         assert held.failed(WorkerLostError("once more"), 0.0) == MAX_BACKOFF_S, "each try takes all others down"
 
 
-def test_what_is_loaded_counts_as_free_for_a_manifest_that_replaces_it() -> None:
+def test_loaded_bytes_count_as_free_for_a_replacing_manifest() -> None:
     manifest = parse("cluster: c\nresources: {gpu_budget: 100TB}\nmodels:\n  a: {source: 'pocket://'}\n")
     alone, beside = (open_manifest(manifest, LoadOptions(), held).table.budgets.gpu for held in (0, 7 << 40))
     assert alone.is_cut

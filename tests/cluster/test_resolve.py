@@ -40,7 +40,7 @@ def opened(text: str, backend: Backend = Backend.AUTO) -> OpenedManifest:
     return open_manifest(served_by(parse(text), backend), LoadOptions())
 
 
-def test_one_artifact_is_one_replica_whatever_its_path(tmp_path: Path) -> None:
+def test_equal_artifacts_share_a_replica_regardless_of_path(tmp_path: Path) -> None:
     copies = [tmp_path / "one.gguf", tmp_path / "two.gguf"]
     for copy in copies:
         shutil.copyfile(pocket_path(), copy)
@@ -63,7 +63,7 @@ def test_one_artifact_is_one_replica_whatever_its_path(tmp_path: Path) -> None:
     assert specs["a"].tokenizer().encode("hello")
 
 
-def test_what_must_be_fetched_is_left_for_later(tmp_path: Path) -> None:
+def test_sources_that_need_a_download_are_left_out(tmp_path: Path) -> None:
     """Beside paths that are nowhere, and users that nobody is: those are faults, and no hub would help."""
     sources = ("hf://org/name", "org/name", "pocket://", "stub://s", "no/such.gguf", "~nobody-at-all/m", "a" * 5000)
     models = "".join(f"  m{number}: {{source: '{source}'}}\n" for number, source in enumerate(sources))

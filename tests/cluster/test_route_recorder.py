@@ -58,7 +58,7 @@ def test_digests_of_sessions_compare_under_one_key(tmp_path: Path) -> None:
     assert sessions[0] == sessions[1] != sessions[2]
 
 
-def test_a_session_may_be_called_anything(tmp_path: Path) -> None:
+def test_session_id_may_contain_any_text(tmp_path: Path) -> None:
     of_one_session(tmp_path, "half of one \ud83d", TraceOptions(str(tmp_path), has_content=True))
     verdict = verify_routes(tmp_path)
     assert (verdict.counts, verdict.diverged, verdict.findings) == ({"routes": 1}, None, ())
@@ -83,7 +83,7 @@ def test_each_file_begins_with_the_state_of_every_group(tmp_path: Path) -> None:
     assert (verdict.diverged, verdict.findings) == (None, ()), "the oldest may have been deleted"
 
 
-def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(tmp_path: Path) -> None:
+def test_full_disk_causes_a_gap_and_the_next_file_is_readable_without_the_lost_part(tmp_path: Path) -> None:
     life = History(RouteRecorder(TraceOptions(str(tmp_path), retry_s=0.0)), seed=2)
     life.live(100)
     life.recorder._files._break("No space left on device", 0)

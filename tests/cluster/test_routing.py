@@ -58,7 +58,7 @@ DECISIONS = {
 
 
 @pytest.mark.parametrize("answer", DECISIONS)
-def test_an_answer_decides_who_is_next(answer: str) -> None:
+def test_answer_selects_the_next_model(answer: str) -> None:
     assert router_of(MANIFEST).decide(answer) == DECISIONS[answer]
 
 
@@ -68,7 +68,7 @@ def test_without_a_fallback_an_unmatched_answer_has_no_target() -> None:
     assert router.decide("legal") == DispatchDecision("legal", "legal")
 
 
-def test_a_beginning_tells_who_is_next_once_only_one_is_left() -> None:
+def test_partial_answer_selects_the_next_model_when_unambiguous() -> None:
     router = router_of(MANIFEST)
     beginnings = ["", "i", "intent=", "intent=l", "b", "te", "none", "x"]
     assert [router.foresee(text) for text in beginnings] == [
@@ -88,7 +88,7 @@ def test_a_persona_stands_before_the_conversation_or_after_it() -> None:
     assert addressed(structs.replace(ASKED, prompt="plain"), PERSONA).prompt == "plain"
 
 
-def test_a_models_sampling_fills_what_the_request_leaves_open() -> None:
+def test_sampling_of_the_model_applies_to_unset_parameters() -> None:
     call = addressed(structs.replace(ASKED, params=SamplingParams(top_k=3), priority=1), PERSONA)
     assert (call.params.temperature, call.params.top_k, call.params.top_p) == (0.5, 3, None)
     assert (call.priority, call.model) == (0, "m")

@@ -30,7 +30,7 @@ async def test_a_session_of_two_models_reports_the_tokens_of_both() -> None:
         assert (one > 0, session.num_tokens, session.place, session.num_stored_tokens) == (True, 2 * one, "device", 0)
 
 
-async def test_many_who_want_to_know_at_once_share_the_questions() -> None:
+async def test_concurrent_location_requests_share_queries() -> None:
     async with clustered(TWO) as cluster:
         await say(cluster, LONG, "m", session="s")
         first = worker_of(cluster)._open.next_id()
@@ -46,7 +46,7 @@ async def test_without_sessions_locate_sessions_sends_no_request() -> None:
         assert worker_of(cluster)._open.next_id() == first + 1
 
 
-async def test_who_leaves_does_not_end_the_question_of_others() -> None:
+async def test_cancelled_caller_does_not_end_the_query_of_others() -> None:
     async with clustered(TWO) as cluster:
         await say(cluster, LONG, "m", session="s")
         leaving, staying = (asyncio.create_task(cluster.locate_sessions()) for _ in range(2))

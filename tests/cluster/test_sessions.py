@@ -35,7 +35,7 @@ async def test_the_least_recently_used_idle_session_gives_way() -> None:
     assert (swept, held.num_held) == (["b", "a"], 2)
 
 
-async def test_when_all_are_busy_a_request_waits_for_its_turn() -> None:
+async def test_request_waits_while_all_sessions_are_busy() -> None:
     held = ModelSessions(1, lambda session: None)
     await held.enter("a")
     await held.enter("a")  # another request of the same session takes no more room
@@ -55,7 +55,7 @@ async def test_when_all_are_busy_a_request_waits_for_its_turn() -> None:
     assert (held.num_active, held.num_held, held.num_waiting) == (0, 1, 0)
 
 
-async def test_who_leaves_the_queue_lets_those_pass_who_have_room() -> None:
+async def test_cancelled_waiter_admits_waiters_that_have_room() -> None:
     held = ModelSessions(1, lambda session: None)
     await held.enter("a")
     first, second = (asyncio.create_task(held.enter(session)) for session in ("b", "a"))
@@ -67,7 +67,7 @@ async def test_who_leaves_the_queue_lets_those_pass_who_have_room() -> None:
     assert (held.num_waiting, held.num_active) == (0, 1)
 
 
-async def test_a_turn_that_comes_to_one_who_has_left_goes_to_the_next() -> None:
+async def test_slot_granted_to_a_cancelled_waiter_goes_to_the_next() -> None:
     held = ModelSessions(1, lambda session: None)
     await held.enter(None)
     turns = [asyncio.create_task(held.enter(None)) for _ in range(2)]
@@ -80,7 +80,7 @@ async def test_a_turn_that_comes_to_one_who_has_left_goes_to_the_next() -> None:
     assert (held.num_active, held.num_waiting) == (0, 0)
 
 
-async def test_one_who_leaves_while_a_turn_passes_over_it_is_gone_once() -> None:
+async def test_cancelled_and_passed_over_waiter_is_removed_once() -> None:
     """Cancelled and passed over before it could say so; or told to give up, and cancelled too."""
     held = ModelSessions(1, lambda session: None)
     await held.enter("a")
@@ -100,7 +100,7 @@ async def test_one_who_leaves_while_a_turn_passes_over_it_is_gone_once() -> None
     assert (held.num_active, held.num_waiting) == (1, 0)
 
 
-async def test_a_greater_limit_lets_in_who_waits() -> None:
+async def test_raised_limit_admits_waiting_requests() -> None:
     held = ModelSessions(1, lambda session: None)
     await held.enter(None)
     turn = asyncio.create_task(held.enter("a"))
@@ -235,7 +235,7 @@ async def evictions(cluster: Cluster) -> list[tuple[str, str, str]]:
     return told
 
 
-async def test_a_session_that_gives_way_is_one_eviction_with_one_event() -> None:
+async def test_evicted_session_is_counted_once_with_one_event() -> None:
     """To others' sessions, and to requests without one; also where the engine's own bound is what sweeps."""
     async with clustered(ONE) as cluster:
         for number in range(5):

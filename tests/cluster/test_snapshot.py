@@ -19,7 +19,7 @@ def host(name: str, **changes: object) -> Host:
     return msgspec.structs.replace(known, **changes)
 
 
-def test_a_host_counts_the_replicas_that_are_on_it_whatever_their_state() -> None:
+def test_host_counts_its_replicas_in_any_state() -> None:
     """By its id: two hosts may have one address, and a name may have been another host's."""
     places = [
         ReplicaStatus("k", 0, ReplicaPhase.READY, host="a", node_id="id-a"),
@@ -33,7 +33,7 @@ def test_a_host_counts_the_replicas_that_are_on_it_whatever_their_state() -> Non
     assert drained.free == {"CPU": 1.0, "memory": 1e9}
 
 
-def test_a_replica_shows_its_place_and_what_this_gateway_counted() -> None:
+def test_replica_snapshot_has_placement_and_gateway_counts() -> None:
     use = ReplicaUse(num_retried=1)
     use.routed[Why.SESSION] = 3
     use.mark_available(0.0)
@@ -79,7 +79,7 @@ def test_an_address_is_shown_where_a_worker_listens(address: str, port: int, sho
     assert PlaceSnapshot.of(place).address == shown
 
 
-def test_what_an_earlier_server_shows_is_read_as_a_cluster_without_hosts() -> None:
+def test_snapshot_of_an_earlier_server_reads_as_a_cluster_without_hosts() -> None:
     before = msgspec.to_builtins(
         ClusterSnapshot("c", "stub", None, None, False, (), (), (), (), 0, ClusterCounters(), ())
     )

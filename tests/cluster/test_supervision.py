@@ -67,7 +67,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def test_a_killed_worker_ends_what_was_in_flight_and_comes_back() -> None:
+async def test_killed_worker_ends_open_requests_and_is_restarted() -> None:
     async with served("stub://alpha?step_ms=20", "process") as model:
         asked = call("Hello there", SamplingParams(max_tokens=16, temperature=0.0))
         before = (await answer(model, asked)).completions
@@ -164,7 +164,7 @@ async def test_loads_that_were_lost_with_their_workers_are_no_failures_of_the_mo
         assert [replica.failure for replica in cluster.snapshot().replicas] == [None, None]
 
 
-async def test_what_was_loaded_for_requests_comes_back_with_the_next_worker_by_itself() -> None:
+async def test_model_loaded_for_requests_is_reloaded_by_the_next_worker() -> None:
     async with clustered(COLD, kind="process") as cluster:
         await say(cluster, "hello", "cold")
         os.kill(pid_of(cluster), signal.SIGKILL)
@@ -173,7 +173,7 @@ async def test_what_was_loaded_for_requests_comes_back_with_the_next_worker_by_i
 
 
 @pytest.mark.slow
-async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_alone() -> None:
+async def test_model_whose_loads_repeatedly_end_workers_is_marked_failed() -> None:
     soon = HealthLimits(first_delay_s=0.01, max_delay_s=0.01)
     async with clustered(COLD.replace("load_ms=300", f"load_ms={ENDLESS_MS}"), kind="process", health=soon) as cluster:
         asked = asyncio.create_task(say(cluster, "hello", "cold"))
@@ -270,7 +270,7 @@ async def test_a_failed_reload_is_reported_and_retried(tmp_path: Path) -> None:
     await model.close()
 
 
-async def test_what_is_unknown_here_is_tried_before_it_is_loaded(tmp_path: Path) -> None:
+async def test_unknown_artifact_is_tried_before_its_load(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(pocket_path(), path)
     load = LoadOptions(EngineOptions(num_blocks=256), cache_dir=tmp_path / "cache")
@@ -282,7 +282,7 @@ async def test_what_is_unknown_here_is_tried_before_it_is_loaded(tmp_path: Path)
     assert stages.index("trial") < stages.index("ready")
 
 
-async def test_signals_of_the_terminal_are_the_servers_to_decide_on() -> None:
+async def test_worker_process_ignores_sigint_and_sigterm() -> None:
     async with served("stub://alpha", "process") as model:
         pid = pid_of(model)
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -20,7 +20,7 @@ def _faulty() -> None:
     raise ConfigError("wrong")
 
 
-async def test_what_the_work_gives_is_given() -> None:
+async def test_result_or_error_of_the_work_is_returned() -> None:
     assert await in_thread(lambda: threading.current_thread().daemon)
     with pytest.raises(ConfigError, match="wrong"):
         await in_thread(_faulty)
@@ -114,7 +114,7 @@ async def test_long_work_is_done_one_by_one_and_short_work_beside_it() -> None:
     assert await long[1] == "done"
 
 
-async def test_what_waits_is_bounded_in_bytes() -> None:
+async def test_waiting_work_is_limited_in_bytes() -> None:
     bench, running = WorkerThreads(5 * LONG_BYTES), _Held()
     tasks = [asyncio.create_task(bench.do(running, 2 * LONG_BYTES)) for _ in range(3)]
     await _turns()
@@ -128,7 +128,7 @@ async def test_what_waits_is_bounded_in_bytes() -> None:
     assert tasks[1].cancelled()
 
 
-async def test_who_leaves_keeps_the_place_until_the_work_ends_and_who_left_before_takes_none() -> None:
+async def test_cancelled_running_work_keeps_its_slot_and_cancelled_waiting_work_takes_none() -> None:
     bench, abandoned, unborn, next_ = WorkerThreads(10 * LONG_BYTES), _Held(), _Held(), _Held()
     tasks = [asyncio.create_task(bench.do(work, LONG_BYTES + 1)) for work in (abandoned, unborn, next_)]
     assert await asyncio.to_thread(abandoned.has_begun.wait, HANG_S)

@@ -99,7 +99,7 @@ async def test_a_steady_stream_to_one_model_does_not_starve_the_other() -> None:
         assert num_loads(cluster) <= 3
 
 
-async def test_a_waiter_that_leaves_leaves_no_count_and_its_load_finishes(gate: Gate) -> None:
+async def test_cancelled_waiter_is_not_counted_and_its_load_finishes(gate: Gate) -> None:
     async with clustered(TWO_THAT_DO_NOT_FIT.replace("load_ms=20", f"load_ms={ENDLESS_MS}")) as cluster:
         waiter = asyncio.create_task(say(cluster, "hello", "a"))
         await eventually(lambda: model_of(cluster, "a").num_waiting == 1)
@@ -128,7 +128,7 @@ models:
 """
 
 
-async def test_a_load_that_fails_tells_all_who_wait_and_backs_off() -> None:
+async def test_failed_load_fails_all_waiting_calls_and_backs_off() -> None:
     async with clustered(FAILING, system=ClockedSystem(lambda: 1.0)) as cluster:
         results = await asyncio.gather(*(say(cluster, "hello", "bad") for _ in range(4)), return_exceptions=True)
         assert all(isinstance(result, UnavailableError) for result in results)
@@ -141,7 +141,7 @@ async def test_a_load_that_fails_tells_all_who_wait_and_backs_off() -> None:
         assert "block_size" in model_of(cluster, "bad").reason
 
 
-async def test_each_model_is_warmed_once_however_many_requests_ask() -> None:
+async def test_several_requests_warm_each_model_once() -> None:
     async with clustered(WARMING) as cluster:
         assert cluster.snapshot().budgets[0].used_bytes == 800_000_000
         await asyncio.gather(*(say(cluster, "hello", "router") for _ in range(20)))
@@ -180,7 +180,7 @@ async def test_a_routed_call_reports_its_model_before_that_model_is_loaded() -> 
         assert accepted.hops == first.hops
 
 
-async def test_what_bounds_sessions_on_the_device_bounds_no_calls_of_another_server() -> None:
+async def test_session_limit_does_not_limit_calls_of_remote_models() -> None:
     async with crooked(says(HEAD, HANG_S)) as far:
         text = (
             f"cluster: c\nmodels:\n  far: {{remote: {{base_url: '{far.url}'}}}}\nsessions: {{max_active_sessions: 1}}\n"
@@ -268,7 +268,7 @@ async def test_nothing_is_changed_by_hand_while_the_first_models_are_loaded(gate
         await cluster.close()
 
 
-async def test_what_is_remote_cannot_be_loaded_here() -> None:
+async def test_remote_model_cannot_be_loaded() -> None:
     text = "cluster: c\nmodels:\n  m: {source: stub://m}\nfallback: {remote: {base_url: 'http://127.0.0.1:9/v1'}}\n"
     async with clustered(text) as cluster:
         with pytest.raises(InvalidParameterError, match="remote"):
@@ -306,7 +306,7 @@ models:
 """
 
 
-async def test_a_load_corrects_what_was_predicted_from_the_files() -> None:
+async def test_load_replaces_the_predicted_size_by_the_measured_one() -> None:
     """In a process of its own, whose memory nobody else takes."""
     async with clustered(MEASURED, kind="process") as cluster:
         [before] = cluster.snapshot().replicas
@@ -319,7 +319,7 @@ async def test_a_load_corrects_what_was_predicted_from_the_files() -> None:
         assert after.bytes == after.measured_bytes == cluster.snapshot().budgets[0].used_bytes
 
 
-async def test_what_loading_finds_too_large_for_its_budget_is_unloaded_again() -> None:
+async def test_model_above_its_budget_when_loaded_is_unloaded() -> None:
     predicted = 5 * 10**6
     declared = MEASURED.replace("1GB", f"{predicted}B").replace("tier: standby", f"tier: standby, size: {predicted}B")
     async with clustered(declared, kind="process") as cluster:
@@ -337,7 +337,7 @@ async def test_what_loading_finds_too_large_for_its_budget_is_unloaded_again() -
 
 
 @pytest.mark.slow
-async def test_what_a_lost_workers_successor_cannot_load_is_absent_until_it_can(tmp_path: Path) -> None:
+async def test_model_that_the_next_worker_cannot_load_is_absent_until_it_can(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     shutil.copyfile(pocket_path(), model)
     text = f"cluster: c\nmodels:\n  m: {{source: '{model}'}}\n"

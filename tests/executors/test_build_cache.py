@@ -24,7 +24,7 @@ def saver(num_bytes: int = 100) -> Callable[[Path], None]:
     return save
 
 
-def test_what_was_stored_is_found_under_its_key_only(tmp_path: Path) -> None:
+def test_stored_entry_is_found_only_by_its_key(tmp_path: Path) -> None:
     cache = BuildCache(tmp_path / "ir", 10_000, FILES)
     assert cache.find(KEY) is None
     path = cache.store(KEY, saver())
@@ -124,7 +124,7 @@ def test_the_least_recently_used_go_when_it_is_too_much(tmp_path: Path) -> None:
     assert [cache.find(key) is not None for key in keys] == [True, False, True]
 
 
-def test_what_was_just_stored_stays_even_if_it_is_too_much_alone(tmp_path: Path) -> None:
+def test_newest_entry_stays_even_above_the_limit(tmp_path: Path) -> None:
     cache = BuildCache(tmp_path, 10, FILES)
     cache.store(KEY, saver())
     assert cache.find(KEY) is not None

@@ -26,7 +26,7 @@ GOOD = (
 
 
 @pytest.mark.parametrize("constraint", GOOD, ids=lambda constraint: constraint.kind)
-def test_what_is_well_formed_is_accepted_and_can_be_a_key(constraint: Constraint) -> None:
+def test_valid_constraint_is_accepted_and_hashable(constraint: Constraint) -> None:
     SamplingParams(constraint=constraint).validate(1000)
     assert {constraint: 1}[Constraint(constraint.kind, constraint.source)] == 1
 
@@ -46,7 +46,7 @@ def test_what_is_well_formed_is_accepted_and_can_be_a_key(constraint: Constraint
         (Constraint.choice(["é" * 20_000, "x" * 30_000]), "has 70000 bytes"),
     ],
 )
-def test_what_is_not_is_refused_by_name(constraint: Constraint, words: str) -> None:
+def test_invalid_constraint_is_rejected_by_name(constraint: Constraint, words: str) -> None:
     with pytest.raises(InvalidParameterError, match=words.replace("(", r"\(")) as caught:
         SamplingParams(constraint=constraint).validate(1000)
     assert caught.value.param == "constraint"
@@ -80,7 +80,7 @@ def test_something_else_than_a_constraint_is_refused() -> None:
         SamplingParams(constraint="[0-9]").validate(1000)  # type: ignore[arg-type]  # what a user may write
 
 
-def test_a_schema_that_json_cannot_say_is_refused() -> None:
+def test_schema_that_is_not_json_is_rejected() -> None:
     with pytest.raises(InvalidParameterError, match="the JSON schema is not JSON"):
         Constraint.json_schema({"enum": [{1, 2}]})
     deep: dict[str, object] = {}
@@ -149,7 +149,7 @@ def test_schemas_with_a_rule_for_undeclared_properties_or_joined_schemas_stay_un
     assert closed(schema) == schema
 
 
-def test_what_is_no_schema_is_left_to_who_compiles_it() -> None:
+def test_invalid_schema_text_is_passed_unchanged_to_the_compiler() -> None:
     deep = '{"items":' * 5_000 + "{}" + "}" * 5_000
     for text in ("{", "[1]", '"x"', "nonsense", deep):
         assert json.dumps(schema_text(Constraint.json_schema(text))) == json.dumps(text)

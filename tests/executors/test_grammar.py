@@ -43,7 +43,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 class TestEveryTokenizer:
-    def test_what_is_walked_obeys(self, family: str) -> None:
+    def test_random_walks_obey_the_schema(self, family: str) -> None:
         compiler, tokenizer = compiler_of(family), tokenizer_of(family)
         for seed in range(30):
             (grammar,) = compiler.build(Constraint.json_schema(SCHEMA))
@@ -157,7 +157,7 @@ def test_a_checked_constraint_is_remembered_and_so_is_a_refused_one() -> None:
     assert 0 < bad.num_reads <= once.num_reads
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_cache_of_constraints_is_limited() -> None:
     assert GrammarLimits().max_cached == 256
     compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,), GrammarLimits(max_cached=3))
     choices = [Constraint.choice([str(index)]) for index in range(10)]
@@ -174,7 +174,7 @@ def test_any_text_can_be_a_choice(text: str) -> None:
     pick(grammar, text)
 
 
-def test_models_whose_tokenizer_cannot_be_used_say_so() -> None:
+def test_unusable_tokenizer_is_reported() -> None:
     for build in (text_models.wordpiece, text_models.metaspace):
         other = Tokenizer(text_models.parts(build()))
         compiler = GrammarCompiler(other.vocabulary, other.vocab_size, (1,))

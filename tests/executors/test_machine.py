@@ -36,7 +36,7 @@ def test_a_processor_is_called_as_the_machine_calls_it(tmp_path: Path) -> None:
     assert machine_name(cpuinfo).endswith(" logical cores")
 
 
-def test_a_machine_that_tells_nothing_has_a_name_too(tmp_path: Path) -> None:
+def test_machine_without_a_processor_name_has_a_name(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\n")
     assert processor_name(cpuinfo) is None

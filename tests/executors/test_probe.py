@@ -143,7 +143,7 @@ def test_a_swap_that_loses_a_bit_is_caught() -> None:
     assert failed == ["swapped out and in"]
 
 
-def test_what_does_not_fit_the_pool_is_not_claimed() -> None:
+def test_cases_that_do_not_fit_the_pool_are_left_out() -> None:
     names = {case.name for case in thorough_probe(loaded(num_blocks=12), 12, 0).cases}
     assert "alone again" in names
     assert not any(name.startswith(("swapped", "copied", "600", "batched with 9")) for name in names)

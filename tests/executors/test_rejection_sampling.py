@@ -300,7 +300,7 @@ def test_the_words_are_numpys_for_this_key_and_counter() -> None:
     assert words(1_234, 77) == [int(word) for word in expected]
 
 
-def test_a_position_has_its_words_whatever_was_drawn_before() -> None:
+def test_random_words_of_a_position_are_independent_of_earlier_draws() -> None:
     random = TokenRandom(5)
     random.at(3)
     random.words(7)

@@ -46,7 +46,7 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
     assert np.all(np.diff(plain / scaled) >= 0)
 
 
-def test_factors_of_a_gguf_give_what_the_formula_gives() -> None:
+def test_factors_of_a_gguf_equal_the_formula() -> None:
     """llama.cpp's converter writes llama3 scaling as one divisor per pair (`rope_freqs.weight`)."""
     expected = inverse_frequencies(replace(CONFIG, rope_scaling=LLAMA3))
     divisors = tuple(float(value) for value in inverse_frequencies(CONFIG) / expected)
@@ -61,7 +61,7 @@ def test_factors_that_are_not_one_positive_number_per_pair_are_refused(factors: 
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_what_a_config_declares_gives_the_frequencies_of_transformers(name: str) -> None:
+def test_frequencies_of_a_config_equal_those_of_transformers(name: str) -> None:
     golden = GOLDEN[name]
     config = read_config(Metadata(Path("config.json"), golden["config"]))
     np.testing.assert_allclose(inverse_frequencies(config), golden["frequencies"], rtol=2e-6)

@@ -54,7 +54,7 @@ def test_it_is_sampling_from_a_row_in_which_nothing_else_can_come(name: str) -> 
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_other_rows_do_not_notice(name: str) -> None:
+def test_constraint_of_a_row_does_not_affect_other_rows(name: str) -> None:
     logits = logits_of(3, 6)
     before = logits.copy()
 

@@ -82,13 +82,13 @@ def test_a_swap_out_beyond_the_pool_or_onto_another_is_refused(pairs: tuple[tupl
 
 
 @pytest.mark.parametrize("pairs", [((3, 1),), ((0, 0),), ((0, 1), (1, 1))])
-def test_so_is_a_swap_in(pairs: tuple[tuple[int, int], ...]) -> None:
+def test_swap_in_outside_the_pool_is_refused(pairs: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(InvalidPlanError, match="swap_in"):
         check_moves(batch_of(swap_in=pairs).plan, LIMITS)
 
 
 @pytest.mark.parametrize("pairs", [((1, 10),), ((0, 1),), ((1, 3), (2, 3))])
-def test_so_is_a_copy(pairs: tuple[tuple[int, int], ...]) -> None:
+def test_copy_outside_the_pool_is_refused(pairs: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(InvalidPlanError, match="cop"):
         check_moves(batch_of(copies=pairs).plan, LIMITS)
 

@@ -86,7 +86,7 @@ def test_an_answer_ends_by_itself_from_eight_tokens_on(num_bytes: int, most: int
         assert reply == [*text.encode()], "a token a byte, where there is room for them"
 
 
-def test_what_ends_within_no_tokens_is_spelled_until_they_are_used_up() -> None:
+def test_answer_of_few_tokens_is_spelled_within_the_limit() -> None:
     assert reply_of(StubOptions("x"), [USER_ID, *b"hello", END_ID], 4) == b"[stub:x] ok len=5 max=4"
 
 

@@ -98,7 +98,9 @@ def said(process: subprocess.Popen[str]) -> Any:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow), None])
-def test_our_own_cluster_is_of_this_machine_alone_and_ends_with_us(folder: Path, number: signal.Signals | None) -> None:
+def test_private_cluster_is_limited_to_this_machine_and_ends_with_the_process(
+    folder: Path, number: signal.Signals | None
+) -> None:
     """Where we are killed, Ray's agents of the node need a minute to see that they are alone."""
     with serve("auto", folder, {"RAY_TMPDIR": str(folder)}) as process:
         told = said(process)
@@ -127,7 +129,7 @@ def _has_ended(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_who_has_lost_rays_head_still_answers_and_can_leave(folder: Path) -> None:
+def test_gateway_without_rays_head_still_serves_and_can_stop(folder: Path) -> None:
     """For longer than the minute after which Ray would end this process."""
     patient = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
     with started(patient, ("host_a",)) as nodes, serve(nodes.address, folder, nodes.environment) as process:

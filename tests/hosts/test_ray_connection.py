@@ -29,9 +29,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     os.environ.update(before)
 
 
-async def test_the_cluster_is_the_one_that_was_named_or_joined_or_our_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cluster_address_is_named_joined_or_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await choose_address("auto") is None
     async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -69,7 +67,7 @@ def test_ray_runs_without_usage_statistics_and_with_token_authentication(tmp_pat
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
 
 
-def test_what_a_user_of_ray_has_set_stays(tmp_path: Path) -> None:
+def test_existing_settings_of_ray_are_kept(tmp_path: Path) -> None:
     rays = tmp_path / ".ray" / "auth_token"
     rays.parent.mkdir()
     rays.write_text("a token of Ray's")

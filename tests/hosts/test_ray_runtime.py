@@ -184,7 +184,7 @@ async def test_a_replica_that_finds_no_resources_waits_and_reports_what_is_missi
     assert await runtime.found() == []
 
 
-async def test_what_is_removed_leaves_nothing_and_hosts_can_be_avoided(runtime: RayRuntime) -> None:
+async def test_removed_replica_leaves_no_process_and_hosts_can_be_avoided(runtime: RayRuntime) -> None:
     before = await runtime.hosts()
     wanted = demand(resources={"CPU": 2})
     (place,) = await place_all(runtime, wanted)
@@ -216,7 +216,7 @@ async def test_nothing_listens_beyond_this_machine(nodes: Nodes, runtime: RayRun
     assert {each["RAY_AUTH_MODE"] for each in variables} == {"token"}
 
 
-async def test_ray_has_no_thread_that_prints_what_it_thinks(runtime: RayRuntime) -> None:
+async def test_ray_starts_no_thread_that_prints_its_errors(runtime: RayRuntime) -> None:
     assert await runtime.hosts()
     assert not [thread.name for thread in threading.enumerate() if "error_messages" in thread.name]
 
@@ -254,7 +254,7 @@ def join(nodes: Nodes, cluster: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-async def test_another_process_finds_what_is_placed_and_one_with_another_token_nothing(
+async def test_another_process_finds_placed_replicas_unless_its_token_differs(
     nodes: Nodes, runtime: RayRuntime, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"

@@ -113,7 +113,7 @@ async def test_the_newest_status_is_reported_again_until_it_is_received(tmp_path
         await eventually(lambda: told == [place])
 
 
-async def test_each_replica_of_a_host_keeps_what_sessions_come_back_for_in_a_folder_of_its_own(tmp_path: Path) -> None:
+async def test_each_replica_of_a_host_stores_session_kv_in_its_own_folder(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     store = KVStoreOptions(host_bytes=1 << 20, disk_dir=str(folder), disk_bytes=1 << 20)
     secret = write_secret(tmp_path)

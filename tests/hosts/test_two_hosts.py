@@ -66,7 +66,7 @@ async def empty(nodes: Nodes, tmp_path: Path) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("stub", marks=pytest.mark.slow), "pocket"])
-async def test_two_gateways_on_two_hosts_are_one_cluster_and_what_they_did_verifies(
+async def test_two_gateways_on_two_hosts_form_one_cluster_and_their_recordings_verify(
     nodes: Nodes, empty: None, tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await asyncio.to_thread(_one_cluster, nodes, tmp_path, backend)

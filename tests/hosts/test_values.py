@@ -19,7 +19,7 @@ def test_every_reason_is_counted_from_the_start() -> None:
     assert use.num_routed == 3
 
 
-def test_seconds_without_it_are_those_between_going_and_coming() -> None:
+def test_unavailable_time_is_the_time_between_loss_and_return() -> None:
     use = ReplicaUse()
     use.mark_available(5.0)
     assert use.away_s(9.0) == 0.0
@@ -62,7 +62,7 @@ def test_no_replica_goes_where_it_has_no_room_or_may_not_be() -> None:
     assert chosen(wanted, hosts, ["id_d", "id_e"]) == ["", ""]
 
 
-def test_why_a_replica_waits_names_what_each_host_has_or_who_has_room() -> None:
+def test_wait_reason_lists_resources_of_each_host_or_the_hosts_with_room() -> None:
     demand = Demand("k", "stub://a", LoadOptions(), resources={"CPU": 2.0, "memory": 1e9})
 
     def host(name: str, cpus: float, memory: float, **changes: bool) -> Host:

@@ -258,7 +258,7 @@ def test_recordings_with_different_keys_are_evidence_of_latency_only(tmp_path: P
     verdict = judged(*(recorded_in_process(tmp_path / side, [ASKED]) for side in "ab"))
     assert verdict.decision is Decision.HOLD
     assert [each.name for each in verdict.signals] == ["no-output-evidence"]
-    assert any("give both servers the same --trace-key" in note for note in verdict.notes)
+    assert any("pass one --trace-key to both servers" in note for note in verdict.notes)
     assert verdict.summary.figures["latency_p95_ms"].baseline is not None
 
 
@@ -339,7 +339,7 @@ def test_answers_of_recordings_with_other_decisions_are_compared_without_times(
     verdict = judged(settings[0], changed(settings[0], tmp_path, change))
     assert (verdict.decision, verdict.summary.same, verdict.summary.differing) == (Decision.PROMOTE, 24, 0)
     assert verdict.summary.figures["latency_p95_ms"].candidate is None
-    assert any("decides otherwise" in note and "24 answers are without times" in note for note in verdict.notes)
+    assert any("decisions differ" in note and "24 answers have no times" in note for note in verdict.notes)
     assert verdict.decisions is not None
     assert "unknown" in verdict.decisions["engines"][0]["difference"]
 

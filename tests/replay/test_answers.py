@@ -141,9 +141,9 @@ def test_the_vocabulary_is_stored_once_and_verified(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="is damaged"):
         read_text(tmp_path, name)
     path.rename(tmp_path / f"{'0' * 16}{TEXT_SUFFIX}").write_bytes(held)
-    with pytest.raises(TraceError, match="not the vocabulary that was kept"):
+    with pytest.raises(TraceError, match="differs from the vocabulary that was recorded"):
         read_text(tmp_path, "0" * 16)
-    with pytest.raises(TraceError, match="belongs beside its files"):
+    with pytest.raises(TraceError, match="copy the file to its folder"):
         read_text(tmp_path, name)
 
 

@@ -44,7 +44,7 @@ def test_probes_and_scrapers_need_no_key(keyed: ServerProcess, path: str) -> Non
         ("GET", "/health/../v1/models"),
     ],
 )
-def test_all_else_needs_one(keyed: ServerProcess, method: str, path: str) -> None:
+def test_all_other_paths_require_a_key(keyed: ServerProcess, method: str, path: str) -> None:
     with keyed.client() as client:
         response = client.request(method, path)
     assert response.status_code == 401
@@ -73,7 +73,7 @@ def test_any_key_opens_in_either_header(keyed: ServerProcess, key: str, form: st
         {"X-Api-Key": "wrong"},
     ],
 )
-def test_nothing_else_opens(keyed: ServerProcess, headers: dict[str, str]) -> None:
+def test_other_keys_are_rejected(keyed: ServerProcess, headers: dict[str, str]) -> None:
     with keyed.client() as client:
         assert client.get("/v1/models", headers=headers).status_code == 401
 
@@ -95,7 +95,7 @@ def test_logs_name_the_owner_and_never_the_key(keyed: ServerProcess) -> None:
         assert "secret" not in text
 
 
-def test_every_key_is_compared_whatever_came_before() -> None:
+def test_every_key_is_compared_even_after_a_match() -> None:
     """The owner is found among all keys; equal ones belong to the first."""
     keys = AccessKeys(("a", "b", "a"))
     assert keys.tenant([(b"x-api-key", b"a")]) == "key-1"
@@ -195,7 +195,7 @@ def spoken(target: str, hosts: tuple[str, ...]) -> bytes:
     return "\r\n".join(lines).encode()
 
 
-def test_with_a_key_any_name_will_do(keyed: ServerProcess) -> None:
+def test_server_with_keys_accepts_any_host_name(keyed: ServerProcess) -> None:
     with keyed.client(api_key=KEYS[0]) as client:
         assert client.get("/v1/models", headers={"Host": "models.example"}).status_code == 200
 
@@ -217,7 +217,7 @@ OPERATED = (
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATED)
-def test_what_all_callers_share_needs_an_admin_key_where_there_is_one(method: str, path: str) -> None:
+def test_shared_state_requires_an_admin_key_if_the_server_has_any(method: str, path: str) -> None:
     keys = AccessKeys(KEYS, ("root",))
     tenants = [keys.tenant([(b"x-api-key", key)]) for key in (b"nobody", KEYS[0].encode(), b"root")]
     assert tenants == [None, "key-1", "admin-1"]
@@ -227,7 +227,7 @@ def test_what_all_callers_share_needs_an_admin_key_where_there_is_one(method: st
 
 
 @pytest.mark.parametrize("path", ["/v1/requests", "/v1/sessions", "/v1/sessions/a/b"])
-def test_what_shows_each_caller_its_own_needs_any_key_where_there_is_one(path: str) -> None:
+def test_own_data_requires_any_key_if_the_server_has_any(path: str) -> None:
     for keys in (AccessKeys(KEYS), AccessKeys(KEYS, ("root",)), AccessKeys((), ("root",))):
         refusals = [keys.refusal(tenant, path) for tenant in (None, "key-1", "admin-1")]
         assert [refusal and refusal.status for refusal in refusals] == [401, None, None]

@@ -182,7 +182,7 @@ def test_one_more_than_allowed_is_refused_and_the_next_is_not(narrow: ServerProc
         assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
 
 
-def test_who_leaves_before_the_body_is_there_holds_no_place(narrow: ServerProcess) -> None:
+def test_client_that_disconnects_before_its_body_frees_its_slot(narrow: ServerProcess) -> None:
     with connect(narrow.base_url) as slow:
         slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         _wait_for_load(narrow, 1)

@@ -72,9 +72,7 @@ def asked(page: Page, url: str, method: str, path: str, body: object = None) -> 
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_a_page_of_a_loopback_origin_may_ask_models_and_nothing_else(
-    browser: Browser, site: int, stub: Living, host: str
-) -> None:
+def test_page_of_a_loopback_origin_can_use_models_only(browser: Browser, site: int, stub: Living, host: str) -> None:
     page = browser.new_page()
     page.goto(f"http://{host}:{site}/")
     status, text = asked(page, stub.url, "POST", "/v1/chat/completions", CHAT)
@@ -87,7 +85,7 @@ def test_a_page_of_a_loopback_origin_may_ask_models_and_nothing_else(
     page.close()
 
 
-def test_a_page_from_elsewhere_may_ask_nothing(browser: Browser, site: int, stub: Living) -> None:
+def test_page_of_another_origin_can_use_nothing(browser: Browser, site: int, stub: Living) -> None:
     page = browser.new_page()
     page.goto(f"http://app.example:{site}/")
     assert asked(page, stub.url, "POST", "/v1/chat/completions", CHAT)[0] == 0
@@ -161,7 +159,7 @@ def test_the_docs_page_shows_the_whole_api_without_external_requests(browser: Br
     page.close()
 
 
-def test_the_page_asks_for_the_key_that_the_document_needs(browser: Browser) -> None:
+def test_docs_page_shows_a_form_for_the_key(browser: Browser) -> None:
     with living("stub://alpha", ServerOptions(api_keys=("secret",))) as server:
         page = browser.new_page()
         page.goto(f"{server.url}/docs")

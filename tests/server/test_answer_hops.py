@@ -117,7 +117,7 @@ async def test_strict_clients_are_not_shown_the_call(more: dict[str, Any], is_st
     assert extension["final_model"] == "billing"
 
 
-async def test_the_extension_tells_every_hop_with_its_usage() -> None:
+async def test_extension_has_every_hop_with_its_usage() -> None:
     async with routed() as (client, _, _):
         answer = (await client.post(CHAT, json=ASK)).json()
     told = answer["lockstep"]
@@ -188,7 +188,7 @@ async def test_the_clients_own_calls_stay_in_the_conversation() -> None:
     assert "refund" in str(prompt.messages)
 
 
-async def test_plain_completions_and_responses_tell_the_hops_too() -> None:
+async def test_completions_and_responses_have_the_hops() -> None:
     async with routed() as (client, _, _):
         text = (await client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 2})).json()
         response = (await client.post("/v1/responses", json={"input": "a", "max_output_tokens": 16})).json()

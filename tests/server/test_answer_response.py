@@ -84,9 +84,7 @@ def test_a_stream_has_the_headers_of_an_event_stream(stub: Living) -> None:
         ({"guided_regex": "("}, 400),
     ],
 )
-def test_what_cannot_be_served_has_a_status_of_its_own_also_as_a_stream(
-    stub: Living, body: dict[str, Any], status: int
-) -> None:
+def test_rejected_request_has_an_error_status_even_as_a_stream(stub: Living, body: dict[str, Any], status: int) -> None:
     answer = stub.post("/v1/completions", {**LONG, **body})
     assert (answer.status_code, answer.json()["error"]["message"] != "") == (status, True)
 
@@ -219,7 +217,7 @@ async def busy(pocket: Living) -> AsyncIterator[httpx2.AsyncClient]:
         yield client
 
 
-async def test_thirty_two_at_once_get_what_each_gets_alone(busy: httpx2.AsyncClient) -> None:
+async def test_concurrent_requests_get_the_same_answers_as_single_ones(busy: httpx2.AsyncClient) -> None:
 
     async def ask(number: int, *, is_stream: bool) -> str:
         body = {"prompt": f"Question {number}:", "max_tokens": 12, "seed": number, "stream": is_stream}

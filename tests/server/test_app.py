@@ -51,7 +51,7 @@ def test_another_request_id_is_replaced(server: ServerProcess, given_id: str) ->
     assert response.headers["x-request-id"].startswith("req-")
 
 
-def test_two_requests_have_two_ids(server: ServerProcess) -> None:
+def test_requests_have_different_ids(server: ServerProcess) -> None:
     with server.client() as client:
         assert client.get("/ping").headers["x-request-id"] != client.get("/ping").headers["x-request-id"]
 
@@ -276,7 +276,7 @@ async def test_prompts_are_logged_with_log_prompts(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("logs_user", [False, True])
-async def test_lines_tell_one_user_from_another_and_not_who_that_is(
+async def test_log_lines_distinguish_users_by_hash_unless_users_are_logged(
     caplog: pytest.LogCaptureFixture, logs_user: bool
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -310,7 +310,7 @@ async def test_a_hash_of_one_run_is_no_use_in_another() -> None:
     assert hashed_by(b"a" * 16)("ada") == hashed_by(b"a" * 16)("ada") != hashed_by(b"b" * 16)("ada")
 
 
-async def test_no_line_where_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+async def test_access_log_can_be_disabled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "lockstep.request")
     async with client_of(options=ServerOptions(log_requests=False)) as client:
         await client.get("/v1/models")

@@ -50,7 +50,7 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", TOO_LONG)
-def test_what_no_context_can_hold_is_refused_by_its_characters(pocket: Living, case: str) -> None:
+def test_text_longer_than_any_context_is_rejected_by_its_characters(pocket: Living, case: str) -> None:
     path, body = TOO_LONG[case]
     refused = pocket.post(path, body)
     assert refused.status_code == 400
@@ -81,7 +81,7 @@ def refusals() -> list[PromptTooLongError]:
     return [one for one in gc.get_objects() if type(one) is PromptTooLongError]
 
 
-async def test_work_on_many_is_begun_in_order_and_ended_by_the_first_in_order_that_fails() -> None:
+async def test_work_on_several_items_starts_in_order_and_ends_with_the_first_failure() -> None:
     begun: list[int] = []
 
     async def work(number: int) -> int:
@@ -293,7 +293,7 @@ async def test_a_long_body_is_rejected_with_queue_full_when_the_workbench_is_ful
     assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
 
 
-def test_others_are_answered_while_a_long_text_is_tokenised() -> None:
+def test_requests_are_answered_while_a_long_text_is_tokenised() -> None:
     """One that the context would hold, so that nothing but tokenising answers it."""
     answers: list[httpx2.Response] = []
     with living("stub://alpha?max_model_len=3000000") as server:

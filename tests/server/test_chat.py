@@ -116,7 +116,7 @@ def test_the_tokens_of_logprobs_are_the_text(client: openai.OpenAI, is_stream: b
         )
 
 
-def test_what_the_document_gives_as_examples_is_answered(stub: Living) -> None:
+def test_examples_of_the_openapi_document_are_answered(stub: Living) -> None:
     document = stub.get("/openapi.json").json()
     for path, name in (("/v1/chat/completions", "ChatBody"), ("/v1/completions", "CompletionBody")):
         examples = document["components"]["schemas"][name]["examples"]
@@ -174,7 +174,7 @@ TOOL: ChatCompletionToolParam = {
 }
 
 
-def test_a_required_call_is_made_and_the_stream_tells_the_same(client: openai.OpenAI) -> None:
+def test_required_call_is_equal_with_and_without_stream(client: openai.OpenAI) -> None:
     [choice] = client.chat.completions.create(
         model="pocket", messages=ASK, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, seed=2
     ).choices
@@ -276,7 +276,7 @@ def test_the_request_record_has_labels_and_usage(pocket: Living) -> None:
         ({"metadata": {"a": 1}}, "metadata.a"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(pocket: Living, body: dict[str, object], param: str) -> None:
+def test_invalid_parameters_are_rejected_by_name(pocket: Living, body: dict[str, object], param: str) -> None:
     answer = pocket.post("/v1/chat/completions", {"messages": ASK, **body})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param

@@ -81,7 +81,7 @@ def test_absent_fields_leave_parameters_unset() -> None:
     assert complete(max_tokens=None).calls[0].params.max_tokens is None
 
 
-def test_logprobs_without_alternatives_tell_the_chosen_token_alone() -> None:
+def test_logprobs_without_alternatives_have_only_the_chosen_token() -> None:
     assert chat(logprobs=True).params.logprobs == 0
     assert complete(logprobs=0).calls[0].params.logprobs == 0
 
@@ -144,7 +144,7 @@ def test_the_shorter_deadline_holds(deadline_ms: int | None, limit_s: float | No
         ),
     ],
 )
-def test_what_the_answer_must_be(fields: dict[str, Any], constraint: Constraint | None) -> None:
+def test_constraint_is_read_from_every_parameter_form(fields: dict[str, Any], constraint: Constraint | None) -> None:
     assert chat(**fields).params.constraint == constraint
     assert complete(**fields).calls[0].params.constraint == constraint
     if constraint is not None:
@@ -181,7 +181,7 @@ def test_a_chat_that_cannot_be_is_refused_by_name(fields: dict[str, Any], param:
 
 
 @pytest.mark.parametrize(("fields", "name"), [({}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs")])
-def test_an_error_over_log_probabilities_names_what_the_request_has(fields: dict[str, Any], name: str) -> None:
+def test_logprobs_error_names_the_parameter_of_the_request(fields: dict[str, Any], name: str) -> None:
     assert reply_to(logprobs=True, **fields).names["logprobs"] == name
 
 
@@ -212,7 +212,7 @@ def test_prompts_of_every_form(prompt: Any, prompts: tuple[object, ...]) -> None
     assert tuple(call.prompt for call in asked.calls) == prompts
 
 
-def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+def test_echo_with_logprobs_requests_prompt_logprobs() -> None:
     assert complete(echo=True, logprobs=2).calls[0].prompt_logprobs == 2
     assert complete(echo=True).calls[0].prompt_logprobs is None
     assert complete(echo=True, logprobs=2, prompt_logprobs=5).calls[0].prompt_logprobs == 5
@@ -242,13 +242,13 @@ def test_text_parts_are_one_text() -> None:
     assert "a\nb" in TOKENIZER.render_chat(conversation.messages)
 
 
-def test_who_is_behind_a_request_is_logged_with_its_labels() -> None:
+def test_user_labels_of_a_request_are_logged() -> None:
     fields = {"metadata": {"run": "7"}, "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
     body = ChatBody.model_validate({"messages": HELLO, **fields})
     assert labels_of(body) == {"run": "7", "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
 
 
-def test_errors_speak_of_the_requests_own_parameters() -> None:
+def test_errors_name_the_parameters_of_the_request() -> None:
     names = reply_to(max_completion_tokens=3, guided_regex="a").names
     error = with_request_param_names(
         InvalidParameterError("max_tokens is 3; it must be more", param="max_tokens"), names

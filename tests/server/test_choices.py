@@ -28,7 +28,7 @@ PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
 
 
 @given(first=PIECES, second=PIECES, cuts=st.lists(st.booleans(), min_size=40, max_size=40), is_chat=st.booleans())
-def test_however_a_stream_is_cut_its_pieces_are_the_whole_answer(
+def test_stream_cut_anywhere_equals_the_whole_answer(
     first: list[str], second: list[str], cuts: list[bool], is_chat: bool
 ) -> None:
     make = chat_encoder if is_chat else completion_encoder
@@ -140,7 +140,7 @@ def test_tool_calls_are_separated_from_content_and_set_the_finish_reason() -> No
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_what_waits_is_counted_until_it_is_taken() -> None:
+def test_pending_bytes_are_counted_until_taken() -> None:
     answer = answer_of(chat_encoder())
     answer.feed(0, [TokenOutput(1, 0, (65,), "x" * 10), TokenOutput(1, 1, (65,), "y" * 5)])
     assert answer.num_pending_bytes == 15
@@ -190,7 +190,7 @@ def test_token_ids_go_with_the_text() -> None:
     assert not choice.is_plain
 
 
-def test_of_one_call_a_chunk_has_one_piece_however_many_came() -> None:
+def test_chunk_has_at_most_one_piece_of_a_call() -> None:
     """Clients read the first of a chunk's calls and no other."""
     tool_use = tool_use_of(TOKENIZER, [{"type": "function", "function": {"name": "f"}}], "auto", True)
     calls = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' * 2

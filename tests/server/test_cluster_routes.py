@@ -221,7 +221,7 @@ def test_a_session_is_seen_until_it_is_ended(client: httpx2.Client) -> None:
     assert (gone.status_code, error_of(gone)["code"]) == (404, "session_not_found")
 
 
-def test_a_watcher_sees_a_request_take_its_way(cluster: Living) -> None:
+def test_watcher_receives_the_events_of_a_routed_request(cluster: Living) -> None:
     lines: list[str] = []
 
     def watch() -> None:
@@ -244,7 +244,7 @@ def test_a_watcher_sees_a_request_take_its_way(cluster: Living) -> None:
     assert (data["model"], data["intent"], data["target"]) == ("router", "billing", "specialists.billing")
 
 
-def test_the_counters_count(client: httpx2.Client) -> None:
+def test_counters_increase(client: httpx2.Client) -> None:
     before = client.get("/v1/cluster").json()["counters"]
     client.post(CHAT, json=BILLING)
     client.post(CHAT, json=asking("Hi"))

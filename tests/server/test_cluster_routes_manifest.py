@@ -67,7 +67,7 @@ async def test_every_route_needs_the_key(method: str, path: str) -> None:
         assert (await client.request(method, path)).status_code == 401
 
 
-async def test_one_model_is_a_cluster_that_can_be_looked_at() -> None:
+async def test_single_model_has_a_cluster_snapshot() -> None:
     async with client_of() as client:
         shown = (await client.get("/v1/cluster")).json()
         asked = {"prompt": "x", "max_tokens": 1, "session_id": "s"}
@@ -91,7 +91,7 @@ async def test_the_cluster_is_shown_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/yaml", "text/yaml"])
-async def test_what_is_got_can_be_put_back(kind: str) -> None:
+async def test_manifest_from_get_can_be_put(kind: str) -> None:
     async with managing() as (client, cluster):
         got = await client.get("/v1/manifest", headers={"Accept": kind})
         assert kind_of(got.headers["content-type"]) == kind
@@ -103,7 +103,7 @@ async def test_what_is_got_can_be_put_back(kind: str) -> None:
     assert put.json()["unchanged"] == ["router"]
 
 
-async def test_a_client_that_does_not_say_what_it_wants_gets_json() -> None:
+async def test_manifest_without_a_specific_accept_header_is_json() -> None:
     """As curl does, whose output goes on to jq."""
     async with managing() as (client, _):
         for accept in ("*/*", "application/json"):
@@ -132,7 +132,7 @@ async def test_a_client_that_does_not_say_what_it_wants_gets_json() -> None:
         ("text/yaml;q=many", "text/yaml"),
     ],
 )
-def test_a_client_gets_the_form_that_it_likes_best(accept: str, kind: str) -> None:
+def test_accept_header_selects_the_most_preferred_type(accept: str, kind: str) -> None:
     assert accepted_type(accept) == kind
 
 

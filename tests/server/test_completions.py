@@ -185,7 +185,7 @@ def test_an_exceeded_deadline_returns_an_error_and_never_a_short_answer(stub: Li
         ({"model": "nobody"}, "model"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(stub: Living, body: dict[str, object], param: str) -> None:
+def test_invalid_parameters_are_rejected_by_name(stub: Living, body: dict[str, object], param: str) -> None:
     answer = stub.post("/v1/completions", {"prompt": "x", "max_tokens": 1, **body})
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     assert answer.json()["error"]["param"] == param

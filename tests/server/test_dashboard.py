@@ -120,7 +120,7 @@ def test_every_panel_fills(server: ServerProcess, open_page: Open) -> None:
     assert [card.locator(data).count() > 0 for card in cards.all()] == [True] * 10
 
 
-def test_the_cost_is_measured_with_what_the_page_asks(server: ServerProcess, browser: Browser) -> None:
+def test_measured_requests_are_those_of_the_page(server: ServerProcess, browser: Browser) -> None:
     page = browser.new_page()
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url.removeprefix(server.base_url)))
@@ -220,7 +220,7 @@ def test_faults_of_a_manifest_are_shown_in_place(server: ServerProcess, open_pag
     expect(page.locator("#faults li")).to_have_count(0)
 
 
-def test_what_callers_write_is_text(server: ServerProcess, open_page: Open) -> None:
+def test_text_of_callers_is_not_interpreted_as_html(server: ServerProcess, open_page: Open) -> None:
     ask(server, HOSTILE, session_id=HOSTILE[:60], metadata={"note": HOSTILE})
     page = open_page(server)  # where it is the newest
     expect(page.locator("#sessions tbody tr", has_text="<img src=x")).to_have_count(1)
@@ -234,7 +234,7 @@ def test_what_callers_write_is_text(server: ServerProcess, open_page: Open) -> N
     assert page.locator("#panels img, #panels script").count() == 0
 
 
-def test_a_request_leads_to_why_it_waited_and_to_the_command_that_replays_it(open_page: Open, tmp_path: Path) -> None:
+def test_request_row_has_wait_reasons_and_the_replay_command(open_page: Open, tmp_path: Path) -> None:
     flags = ("stub://one?step_ms=20", "--max-num-seqs", "1", "--trace", str(tmp_path / "<b>&trace"))
     with serve(*flags, *IN_THREAD) as server:
         page = open_page(server)
@@ -292,7 +292,7 @@ def test_every_control_is_reached_by_keyboard(server: ServerProcess, open_page: 
 
 
 @pytest.mark.parametrize(("motion", "expected"), [("reduce", "0s"), ("no-preference", "0.4s")])
-def test_nothing_moves_for_who_wants_no_motion(
+def test_reduced_motion_disables_animations(
     motion: Literal["reduce", "no-preference"], expected: str, server: ServerProcess, open_page: Open
 ) -> None:
     page = open_page(server)
@@ -354,7 +354,7 @@ def test_a_callers_key_shows_its_own_requests_and_nothing_of_others(open_page: O
         expect(page.locator("#logs li", has_text="tenant=admin-1").first).to_be_visible()
 
 
-def test_with_keys_it_asks_for_one_and_keeps_it_to_itself(open_page: Open) -> None:
+def test_page_of_a_server_with_keys_requests_a_key_and_does_not_expose_it(open_page: Open) -> None:
     with serve("stub://one", "--api-key", "secret-key", *IN_THREAD) as server:
         page = open_page(server)
         expect(page.locator("#key")).to_be_visible()

@@ -50,7 +50,7 @@ def test_tokens_are_as_good_as_text(client: openai.OpenAI, llm: LLM) -> None:
     assert np.array_equal(vectors(client, [ids[0], TEXTS[1]]), expected[:2])
 
 
-def test_floats_and_base64_say_the_same(client: openai.OpenAI, served: ServerProcess) -> None:
+def test_floats_and_base64_contain_the_same_vector(client: openai.OpenAI, served: ServerProcess) -> None:
     body = {"input": TEXTS[0], "model": "pocket"}
     with served.client() as http:
         floats = http.post("/v1/embeddings", json={**body, "encoding_format": "float"}).json()
@@ -113,7 +113,9 @@ def test_vectors_are_cut_to_fewer_dimensions_and_have_length_one_again(client: o
         ({"colour": "red"}, "colour"),
     ],
 )
-def test_what_is_wrong_is_named(served: ServerProcess, wrong: Mapping[str, object], param: str) -> None:
+def test_invalid_parameters_are_rejected_by_name(
+    served: ServerProcess, wrong: Mapping[str, object], param: str
+) -> None:
     with served.client() as http:
         answer = http.post("/v1/embeddings", json={"input": "hi", "model": "pocket", **wrong})
     assert answer.status_code == 400, answer.text
@@ -130,7 +132,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
         client.embeddings.create(input="hi", model="other")
 
 
-def test_calls_carry_who_asks_and_the_servers_limits() -> None:
+def test_calls_have_the_caller_and_the_limits_of_the_server() -> None:
     options = ServerOptions(queue_timeout_s=3.0, request_timeout_s=9.0)
     body = EmbeddingBody.model_validate({"input": ["a", [1, 2]]})
     (name, first), (_, second) = calls_of(body, Caller("key", options))

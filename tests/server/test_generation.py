@@ -78,7 +78,7 @@ def test_every_chunk_has_the_usage_so_far(stub: Living, path: str, include: bool
         (RESPONSES, {"truncation": "auto", "service_tier": "scale", "include": ["file_search_call.results"]}),
     ],
 )
-def test_what_is_met_or_empty_is_taken_without_a_word(stub: Living, path: str, body: dict[str, Any]) -> None:
+def test_neutral_values_are_accepted_without_a_warning(stub: Living, path: str, body: dict[str, Any]) -> None:
     answer = asked(stub, path, **body)
     assert "x-lockstep-warning" not in answer.headers
     assert "warnings" not in answer.json()["lockstep"]
@@ -103,7 +103,7 @@ def test_what_is_met_or_empty_is_taken_without_a_word(stub: Living, path: str, b
         ),
     ],
 )
-def test_what_changes_nothing_is_answered_with_a_warning(
+def test_parameters_without_effect_give_a_warning(
     stub: Living, path: str, body: dict[str, Any], names: list[str]
 ) -> None:
     answer = asked(stub, path, **body)
@@ -156,7 +156,7 @@ def test_a_prompt_without_a_generation_prompt_is_shorter(stub: Living) -> None:
     assert lengths[0] == lengths[1] + 1
 
 
-def test_what_ends_an_answer_is_shown_and_has_its_log_probability(stub: Living) -> None:
+def test_included_stop_text_has_its_log_probability(stub: Living) -> None:
     for body in ({"stop": "ok"}, {"stop_token_ids": [ord("k")]}):
         [choice] = asked(
             stub, include_stop_str_in_output=True, logprobs=True, max_tokens=99, temperature=0, **body

@@ -26,7 +26,7 @@ ANN, BOB, ROOT = "ann-s-key", "bob-s-key", "root-s-key"
 TEXT = "I was charged twice for my subscription last week, and nobody answers my letters. " * 2
 
 
-def test_a_key_finds_what_another_one_sent_unless_keys_have_a_prefix_cache_each() -> None:
+def test_prefix_cache_is_shared_between_keys_unless_per_key() -> None:
     found = {}
     for switch in ([], ["--prefix-cache-per-key"]):
         with ServerProcess("stub://alpha", "--api-key", ANN, "--api-key", BOB, *switch, *IN_THREAD) as server:
@@ -87,7 +87,7 @@ def has_admins(server: ServerProcess) -> bool:
         return client.get("/v1/cluster").status_code == 200
 
 
-def test_two_callers_who_name_a_session_alike_have_one_each(server: ServerProcess) -> None:
+def test_callers_with_equal_session_ids_have_separate_sessions(server: ServerProcess) -> None:
     with server.client(api_key=ANN) as ann, server.client(api_key=BOB) as bob:
         assert sessions_of(ann) == {("key-1", "mine"): 1}
         assert sessions_of(bob) == {("key-2", "mine"): 1, ("key-2", "bob/s secret plan"): 1}
@@ -137,7 +137,7 @@ def test_a_key_ends_only_its_own(server: ServerProcess) -> None:
                 assert sessions_of(root).keys() == {("key-2", "bob/s secret plan")}, "both of that name"
 
 
-def test_a_name_that_looks_like_another_caller_s_is_only_a_name(server: ServerProcess) -> None:
+def test_session_id_that_imitates_another_caller_stays_separate(server: ServerProcess) -> None:
     with server.client(api_key=ANN) as ann, server.client(api_key=BOB) as bob:
         before = sessions_of(bob)
         ask(ann, "key-2\0bob/s secret plan")

@@ -22,7 +22,7 @@ def asking(text: str = SECRET) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
 
 
-def test_the_latest_are_kept_in_order_and_after_a_number_only_what_followed() -> None:
+def test_latest_lines_are_kept_in_order_and_after_selects_later_ones() -> None:
     kept = LogLines(max_lines=4)
     with kept.listening():
         for number in range(10):

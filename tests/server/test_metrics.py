@@ -63,7 +63,7 @@ def test_types_are_those_that_boards_expect(server: ServerProcess) -> None:
     assert types["http_requests_total"] == "counter"
 
 
-async def test_counts_are_exact_and_gauges_return_to_nothing() -> None:
+async def test_counts_are_exact_and_gauges_return_to_zero() -> None:
     """R requests of T tokens leave R(T-1) latencies between tokens and R first ones."""
     num_requests, num_tokens = 3, 7
     cluster = one_model("stub://alpha", (NAME,))
@@ -101,7 +101,7 @@ async def test_requests_are_counted_by_route() -> None:
     }
 
 
-def test_counts_do_not_grow_with_what_clients_invent() -> None:
+def test_unknown_methods_do_not_create_series() -> None:
     counts = HttpCounts()
     for number in range(1_000):
         counts(RequestContext("id", "unrouted", 0.0, method=f"M{number}", status=405), 0.0)

@@ -40,7 +40,7 @@ def samples() -> Samples:
     return found
 
 
-def test_what_waits_and_where_prompts_came_from(samples: Samples) -> None:
+def test_waiting_requests_and_prompt_tokens_are_counted_by_reason_and_source(samples: Samples) -> None:
     assert samples["vllm:num_requests_waiting_by_reason", (("reason", "capacity"),)] == 0
     assert samples["vllm:num_requests_waiting_by_reason", (("reason", "deferred"),)] == 0
     assert samples["vllm:prompt_tokens_by_source_total", (("source", "local_compute"),)] == 104
@@ -146,5 +146,5 @@ def test_the_manual_has_each_of_them_and_no_other() -> None:
     assert named == {(name, tuple(label.partition("=")[0] for label in labels)) for name, *labels in parts}
 
 
-def test_without_hosts_there_is_no_family_of_any() -> None:
+def test_metrics_without_hosts_have_no_host_families() -> None:
     assert hosts_page((), ()) == {}

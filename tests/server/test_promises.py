@@ -153,7 +153,7 @@ async def test_500_clients_that_connect_and_drop_leave_nothing(pocket: ServerPro
     settled(pocket)
 
 
-async def test_a_prompt_has_one_answer_whatever_happens_around_it(pocket: ServerProcess) -> None:
+async def test_answer_is_independent_of_batch_streaming_and_worker_restart(pocket: ServerProcess) -> None:
     """Streamed and not, alone and among 31 others, before and after the worker's death: the same bytes."""
     asked = body(max_tokens=48, temperature=0.8, seed=7)
     async with plain_async_client(pocket.base_url) as client:

@@ -50,7 +50,7 @@ async def until_logged(caplog: pytest.LogCaptureFixture, words: str) -> None:
     await eventually(lambda: words in caplog.text)
 
 
-async def test_what_is_only_not_now_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_temporary_errors_are_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     path, cluster = tmp_path / "cluster.yaml", Unlucky(MAX_TRIES - 1)
     path.write_text("cluster: other")
@@ -60,7 +60,7 @@ async def test_what_is_only_not_now_is_tried_again(tmp_path: Path, caplog: pytes
     assert cluster.text == "cluster: other"
 
 
-async def test_trying_again_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_retries_are_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, cluster = tmp_path / "cluster.yaml", Unlucky(1000)
     path.write_text("cluster: other")
     async with reloading(cluster, path) as reload:

@@ -155,7 +155,7 @@ def ended(server: Living) -> RequestContext:
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_a_stream_that_fails_is_remembered_by_its_error_and_what_it_brought(path: str) -> None:
+def test_failed_stream_is_recorded_with_its_error_and_tokens(path: str) -> None:
     with living("stub://alpha?fail_every=8") as server:
         answer = server.post(path, {**ASKED[path], "stream": True})
         assert answer.status_code == 200, "it had begun well"
@@ -166,7 +166,7 @@ def test_a_stream_that_fails_is_remembered_by_its_error_and_what_it_brought(path
     assert record.totals.num_output_tokens > 0
 
 
-def test_a_stream_whose_time_is_up_is_remembered_as_late() -> None:
+def test_stream_beyond_its_deadline_is_recorded_as_timeout() -> None:
     with living("stub://alpha?step_ms=20") as server:
         body = {**ASKED["/v1/completions"], "deadline_ms": 300, "stream": True}
         events = events_of(server.post("/v1/completions", body).text)
@@ -176,7 +176,7 @@ def test_a_stream_whose_time_is_up_is_remembered_as_late() -> None:
     assert (record.status, record.error.code) == (504, "deadline")
 
 
-def test_who_leaves_before_anything_was_computed_is_charged_nothing() -> None:
+def test_client_that_disconnects_before_computation_is_charged_nothing() -> None:
     with living("stub://alpha?step_ms=500") as server:
         with socket.create_connection(server.address, timeout=HANG_S) as client:
             client.sendall(raw("/v1/completions", {"model": "m", "prompt": "a b c"}, "x"))

@@ -99,7 +99,7 @@ def rows_of(client: openai.OpenAI, query: str = "") -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_request_is_followed_from_its_wait_to_its_end(slow: ServerProcess) -> None:
+def test_request_row_is_updated_from_wait_to_end(slow: ServerProcess) -> None:
     with openai.OpenAI(base_url=f"{slow.base_url}/v1", api_key="none", max_retries=0, timeout=HANG_S) as client:
         endless = client.chat.completions.create(
             **{**asking(stream=True, model="alpha"), "max_tokens": 4000},

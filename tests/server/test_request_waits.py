@@ -108,7 +108,7 @@ def test_no_place_and_a_lower_priority(client: openai.OpenAI) -> None:
     }
 
 
-def test_a_session_s_place(client: openai.OpenAI) -> None:
+def test_session_location_is_reported(client: openai.OpenAI) -> None:
     assert reasons_of(waited_behind(client, "single")) == {
         "session": "all sessions of the model are busy: 1 of 1 are held"
     }

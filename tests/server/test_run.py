@@ -61,7 +61,7 @@ def test_a_signal_ends_an_idle_server_at_once() -> None:
         assert not server.base_url.endswith(":0"), "the port that was really taken"
 
 
-def test_what_is_in_flight_is_finished_and_nothing_else_is_begun() -> None:
+def test_draining_server_finishes_open_requests_and_accepts_no_new_ones() -> None:
     with serve("stub://alpha", *IN_THREAD) as server, in_flight(server) as slow:
         server.signal(signal.SIGTERM)
         wait_until_draining(server)
@@ -122,7 +122,7 @@ async def frames_of(client: httpx2.AsyncClient, max_tokens: int, begun: asyncio.
 
 
 @pytest.mark.slow
-def test_who_does_not_even_send_a_body_is_cut_off() -> None:
+def test_client_without_a_body_is_disconnected_at_the_shutdown_timeout() -> None:
     with serve("stub://alpha", *IN_THREAD, "--shutdown-timeout", "0.2") as server, in_flight(server) as slow:
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
@@ -130,7 +130,7 @@ def test_who_does_not_even_send_a_body_is_cut_off() -> None:
         assert "ending 1 requests that are still open" in server.stderr
 
 
-def test_further_signals_hurry() -> None:
+def test_further_signals_speed_up_the_shutdown() -> None:
     """The second ends what is in flight, which else may take days; the third waits for nothing."""
     with serve("stub://alpha", *IN_THREAD, "--shutdown-timeout", "1e6") as server, in_flight(server):
         server.signal(signal.SIGTERM)
@@ -183,7 +183,7 @@ def test_the_port_opens_when_all_is_known_to_be_right() -> None:
     assert lines == []
 
 
-def test_a_port_is_taken_before_anything_is_looked_at() -> None:
+def test_port_is_bound_before_artifacts_are_opened() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         cluster = Doubtful(taken.getsockname())
         with pytest.raises(UsageError, match="is in use"):

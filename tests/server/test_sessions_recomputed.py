@@ -127,7 +127,7 @@ def test_invalid_stored_kv_is_reported_once_and_computed_again(
         assert len(faults_of(server)) == 1
 
 
-def test_a_full_disk_costs_what_is_kept_and_no_answer(
+def test_full_disk_loses_stored_kv_but_no_answer(
     first: tuple[Kept, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A limit on the size of files stands for it: every write of a block ends in the middle."""

@@ -75,7 +75,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.kv"))
 
 
-def test_an_idle_session_leaves_the_device_and_comes_back(start: Start) -> None:
+def test_idle_session_is_evicted_and_restored(start: Start) -> None:
     with start("--kv-check", "1", idle="100ms").client() as client:
         first, cached = ask(client, "s")
         assert cached == 0

@@ -157,7 +157,7 @@ def test_the_span_of_a_failed_request_has_the_error_code() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["", "localhost:4318", "grpc://localhost:4317"])
-def test_what_is_no_url_is_refused_at_start(endpoint: str) -> None:
+def test_invalid_endpoint_url_is_rejected_at_start(endpoint: str) -> None:
     with pytest.raises(UsageError, match="must be a URL like"):
         RequestTracer(endpoint)
 

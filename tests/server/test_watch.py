@@ -109,7 +109,9 @@ async def test_a_watcher_receives_events_from_its_start_on() -> None:
 
 
 @pytest.mark.parametrize(("query", "headers"), [("after=1", ()), ("", ((b"last-event-id", b"1"),))])
-async def test_who_was_away_goes_on_where_it_was(query: str, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+async def test_reconnected_watcher_continues_after_its_last_event(
+    query: str, headers: tuple[tuple[bytes, bytes], ...]
+) -> None:
     async with watching(query, headers, before=3) as (watcher, _, _):
         await watcher.until(lambda: len(watcher.events) == 2)
     assert [id_ for id_, _, _ in watcher.events] == ["2", "3"]
@@ -135,7 +137,7 @@ async def test_the_stream_ends_when_the_server_drains() -> None:
     assert watcher.messages[-1].get("more_body", False) is False
 
 
-async def test_there_are_only_so_many_watchers() -> None:
+async def test_watchers_are_limited_in_number() -> None:
     async with watching() as (_, _, app):
         for _ in range(MAX_WATCHERS - 1):
             app.state.watchers.enter()

@@ -58,7 +58,7 @@ def test_two_replicas_answer_side_by_side(bench: Bench) -> None:
         assert answer.text == f"[stub:{name}] ok len=1 max=40"
 
 
-def test_a_step_is_one_event_that_begins_with_whom_it_accepted(bench: Bench) -> None:
+def test_step_is_one_event_that_begins_with_the_accepted_requests(bench: Bench) -> None:
     bench.ready("a", "stub://alpha?step_ms=20")
     bench.tell(*(Submit(number, "a", ask("x")) for number in range(8)))
     for number in range(8):
@@ -73,7 +73,7 @@ def test_a_step_is_one_event_that_begins_with_whom_it_accepted(bench: Bench) -> 
         assert {output.request_id for output in event.outputs} <= seen
 
 
-def test_one_that_the_queue_does_not_take_is_not_accepted(bench: Bench) -> None:
+def test_request_rejected_by_the_queue_is_not_accepted(bench: Bench) -> None:
     tight = LoadOptions(EngineOptions(num_blocks=256, max_num_queued_reqs=2, max_num_seqs=1))
     bench.ready("a", "stub://alpha?step_ms=100", tight)
     bench.tell(*(Submit(number, "a", ask("x", ENDLESS)) for number in range(6)))
@@ -86,7 +86,7 @@ def test_one_that_the_queue_does_not_take_is_not_accepted(bench: Bench) -> None:
     }
 
 
-def test_what_can_never_be_served_is_refused_without_a_step(bench: Bench) -> None:
+def test_invalid_requests_are_refused_without_a_step(bench: Bench) -> None:
     bench.ready("a", "stub://alpha")
     bench.tell(
         Submit(1, "a", ask("x", SamplingParams(temperature=-1.0))),
@@ -142,7 +142,7 @@ def test_a_failed_load_reports_its_error_and_leaves_the_key_free(bench: Bench, t
     assert isinstance(again.error, UsageError)
 
 
-def test_loading_tells_its_stages(bench: Bench) -> None:
+def test_loading_reports_its_stages(bench: Bench) -> None:
     loaded = bench.ready("pocket", "pocket://")
     stages = [event.stage for event in bench.events if isinstance(event, Loading)]
     assert stages[0] == "open"
@@ -154,7 +154,7 @@ def test_loading_tells_its_stages(bench: Bench) -> None:
     assert loaded.machine["isa"] in ISAS
 
 
-def test_unloading_ends_what_runs_and_refuses_what_comes(bench: Bench) -> None:
+def test_unloading_ends_running_requests_and_refuses_new_ones(bench: Bench) -> None:
     bench.ready("a", "stub://alpha?step_ms=5")
     bench.tell(Submit(1, "a", ask("x", ENDLESS)))
     bench.heard(Outputs)
@@ -166,7 +166,7 @@ def test_unloading_ends_what_runs_and_refuses_what_comes(bench: Bench) -> None:
     bench.ready("a", "stub://alpha")
 
 
-def test_unloading_what_loads_waits_for_the_load(bench: Bench) -> None:
+def test_unload_during_a_load_takes_effect_after_it(bench: Bench) -> None:
     bench.load("a", "stub://alpha?load_ms=300")
     bench.tell(Unload("a"))
     bench.heard(Unloaded)
@@ -196,7 +196,7 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(bench: Bench) -> No
     assert replica.engine.take() == ([], [], [], [])
 
 
-def test_the_prefix_cache_forgets(bench: Bench) -> None:
+def test_prefix_cache_can_be_reset(bench: Bench) -> None:
     bench.ready("a", "stub://alpha")
     bench.tell(Submit(1, "a", ask("x" * 64)))
     bench.answer(1)

@@ -67,7 +67,7 @@ def test_an_interrupt_in_a_step_ends_its_requests_and_no_worker(
     assert bench.checked().fault == ""
 
 
-def test_whatever_a_library_raises_is_a_load_that_failed(
+def test_any_exception_of_a_library_is_a_failed_load(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patched:
@@ -81,7 +81,7 @@ def test_whatever_a_library_raises_is_a_load_that_failed(
 
 
 @pytest.mark.parametrize("constraint", [None, Constraint.regex("x+")])
-def test_a_request_that_cannot_be_prepared_ends_alone(
+def test_request_that_cannot_be_prepared_does_not_affect_others(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, constraint: Constraint | None
 ) -> None:
     bench.ready("a", "stub://alpha")

@@ -107,7 +107,7 @@ def test_sessions_of_the_lowest_class_give_way_first_and_critical_ones_last(crow
     assert [crowd.come("critical", number) for number in (3, 2)] == [4, 4]
 
 
-def test_a_model_that_becomes_critical_takes_what_it_has_kept_with_it(crowd: Crowd) -> None:
+def test_raised_priority_applies_to_the_stored_kv_of_a_model(crowd: Crowd) -> None:
     crowd.make_room(2 * crowd.size["low"])
     for number in range(2):
         crowd.come("low", number)
@@ -116,7 +116,7 @@ def test_a_model_that_becomes_critical_takes_what_it_has_kept_with_it(crowd: Cro
     assert (crowd.kept("critical", 1), crowd.kept("low", 2)) == ([0], [4, 4])
 
 
-def test_what_two_replicas_of_one_artifact_share_has_the_better_class(crowd: Crowd) -> None:
+def test_shared_kv_of_two_replicas_has_the_higher_priority(crowd: Crowd) -> None:
     """Whichever of them was loaded last."""
     crowd.make_room(crowd.size["critical"])
     crowd.come("critical", 0)

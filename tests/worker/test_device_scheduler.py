@@ -31,20 +31,20 @@ def shares(priorities: Mapping[str, int], cost_us: Mapping[str, int], num_steps:
     return {key: round(time / sum(got.values()), 2) for key, time in got.items()}
 
 
-def test_equals_step_in_turn() -> None:
+def test_replicas_of_equal_priority_alternate() -> None:
     turns = DeviceScheduler()
     cost = dict.fromkeys(ALL, MS)
     assert [serve(turns, ALL, "abc", cost) for _ in range(7)] == ["a", "b", "c", "a", "b", "c", "a"]
 
 
-def test_who_has_no_work_is_passed_over() -> None:
+def test_replica_without_work_is_passed_over() -> None:
     turns = DeviceScheduler()
     assert serve(turns, ALL, "b", {"b": MS}) == "b"
     assert turns.choose(ALL, "") is None
     assert turns.choose(ALL, "abc") == "a"
 
 
-def test_who_was_unloaded_is_forgotten_with_its_debt() -> None:
+def test_unloaded_replica_loses_its_debt() -> None:
     turns = DeviceScheduler()
     assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
     assert turns.choose({"b": 0, "c": 0}, "bc") == "b"
@@ -59,7 +59,7 @@ def test_debts_are_cleared_when_no_replica_has_work() -> None:
     assert [serve(turns, ALL, "abc", cost) for _ in range(6)] == ["b", "c", "a", "b", "c", "a"]
 
 
-def test_who_spent_exactly_its_credit_has_none() -> None:
+def test_replica_that_spent_exactly_its_credit_has_none() -> None:
     """Neither in the round in which it is spent, nor in one that only pays off a debt."""
     priorities = {"a": Priority.HIGH, "b": Priority.NORMAL}
     grants = {key: QUANTUM_US * weight_of(priority) for key, priority in priorities.items()}
@@ -71,7 +71,7 @@ def test_who_spent_exactly_its_credit_has_none() -> None:
     assert serve(turns, priorities, "ab", {"b": MS}) == "b", "a has spent this round's"
 
 
-def test_a_debt_is_paid_off_by_rounds_in_which_its_owner_has_no_work() -> None:
+def test_debt_is_reduced_by_rounds_without_work() -> None:
     turns, grant_us = DeviceScheduler(), QUANTUM_US * weight_of(0)
     assert serve(turns, ALL, "abc", {"a": 4 * grant_us}) == "a"
     for _ in range(4):
@@ -79,21 +79,21 @@ def test_a_debt_is_paid_off_by_rounds_in_which_its_owner_has_no_work() -> None:
     assert turns.choose(ALL, "ab") == "a"
 
 
-def test_who_is_replaced_by_another_is_forgotten_with_its_debt() -> None:
+def test_replaced_replica_loses_its_debt() -> None:
     turns = DeviceScheduler()
     assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
     assert serve(turns, {"b": 0, "c": 0, "d": 0}, "b", {"b": MS}) == "b"
     assert turns.choose(ALL, "ab") == "a"
 
 
-def test_a_worse_class_does_not_keep_the_credit_of_the_better() -> None:
+def test_lowered_priority_does_not_keep_earlier_credit() -> None:
     turns, cost = DeviceScheduler(), {"a": MS, "b": MS}
     assert serve(turns, {"a": Priority.CRITICAL, "b": 0}, "ab", cost) == "a"
     served = [serve(turns, {"a": 0, "b": 0}, "ab", cost) for _ in range(40)]
     assert served.count("a") == served.count("b")
 
 
-def test_another_class_counts_from_the_next_turn() -> None:
+def test_changed_priority_applies_from_the_next_turn() -> None:
     turns = DeviceScheduler()
     cost = dict.fromkeys(ALL, MS)
     assert [serve(turns, ALL, "abc", cost) for _ in range(2)] == ["a", "b"]
@@ -101,7 +101,7 @@ def test_another_class_counts_from_the_next_turn() -> None:
     assert serve(turns, ALL, "abc", cost) == "c"
 
 
-def test_time_is_shared_and_not_steps() -> None:
+def test_device_time_is_shared_instead_of_steps() -> None:
     assert shares({"a": 0, "b": 0}, {"a": 40 * MS, "b": MS}, 5000) == {"a": 0.5, "b": 0.5}
 
 
@@ -111,11 +111,11 @@ def test_time_is_shared_by_the_weights_of_the_classes() -> None:
     assert shares(priorities, cost, 20_000) == {"l": 0.07, "n": 0.13, "h": 0.27, "c": 0.53}
 
 
-def test_any_integer_is_a_class() -> None:
+def test_any_integer_is_a_priority() -> None:
     assert [weight_of(priority) for priority in (-9, -2, -1, 0, 1, 9)] == [8, 8, 4, 2, 1, 1]
 
 
-def test_who_comes_back_steps_before_worse_classes_of_the_same_round() -> None:
+def test_replica_that_gets_work_steps_before_lower_priorities_of_the_round() -> None:
     priorities = {"router": Priority.CRITICAL, "a": 0, "b": 0}
     turns = DeviceScheduler()
     cost = dict.fromkeys(priorities, MS)
@@ -123,7 +123,7 @@ def test_who_comes_back_steps_before_worse_classes_of_the_same_round() -> None:
     assert serve(turns, priorities, ("router", "a", "b"), cost) == "router"  # type: ignore[arg-type]  # a collection
 
 
-def test_idleness_saves_nothing() -> None:
+def test_idle_replica_saves_no_credit() -> None:
     """After a long time of its own, one that comes back does not keep the device for longer than its round."""
     turns = DeviceScheduler()
     for _ in range(1000):
@@ -135,7 +135,7 @@ def test_idleness_saves_nothing() -> None:
     assert abs(served.count("a") - served.count("b")) * MS <= 2 * QUANTUM_US * weight_of(0)
 
 
-def test_leaving_and_coming_back_pays_no_debt() -> None:
+def test_replica_with_bursts_of_work_gets_no_more_than_its_share() -> None:
     """One whose work comes in bursts of one step gets no more than its share from one that always has work."""
     turns = DeviceScheduler()
     got = {"a": 0, "b": 0}
@@ -148,7 +148,7 @@ def test_leaving_and_coming_back_pays_no_debt() -> None:
     assert got["a"] <= got["b"] + 100 * MS
 
 
-def test_a_changed_class_counts_from_the_next_choice() -> None:
+def test_changed_priority_applies_from_the_next_choice() -> None:
     turns = DeviceScheduler()
     cost = {"a": MS, "b": MS}
     for _ in range(10):
@@ -185,7 +185,7 @@ def test_no_replica_with_work_waits_longer_than_the_bound(replicas: list[tuple[i
 
 
 @given(REPLICAS, st.lists(st.integers(0, 80), min_size=50, max_size=200))
-def test_shares_never_drift_apart(replicas: list[tuple[int, int]], durations: list[int]) -> None:
+def test_device_time_shares_stay_within_a_bound(replicas: list[tuple[int, int]], durations: list[int]) -> None:
     """What two got, each divided by its weight, differs by the bound in the module's docstring at most."""
     priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
     weights = {key: weight_of(priority) for key, priority in priorities.items()}
@@ -202,9 +202,7 @@ def test_shares_never_drift_apart(replicas: list[tuple[int, int]], durations: li
 
 
 @given(REPLICAS, st.lists(st.tuples(st.sets(st.integers(0, 4)), st.integers(0, 80)), max_size=60))
-def test_the_same_inputs_give_the_same_turns(
-    replicas: list[tuple[int, int]], steps: list[tuple[set[int], int]]
-) -> None:
+def test_equal_inputs_give_equal_choices(replicas: list[tuple[int, int]], steps: list[tuple[set[int], int]]) -> None:
     priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
 
     def play() -> list[str | None]:

@@ -41,7 +41,7 @@ def talk(gateway: GatewayHandshake, worker: WorkerHandshake, seed: int = 0) -> N
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_two_that_know_the_secret_meet(seed: int) -> None:
+def test_ends_with_the_same_secret_authenticate(seed: int) -> None:
     gateway, worker = ends()
     talk(gateway, worker, seed)
     assert gateway.is_done
@@ -61,7 +61,7 @@ def test_another_secret_or_version_is_refused_with_a_sentence(seed: int) -> None
         assert not pair[1].is_done
 
 
-def test_a_gateway_that_does_not_know_the_secret_is_refused_by_the_worker_too() -> None:
+def test_worker_rejects_a_gateway_without_the_secret() -> None:
     """It may not look at the worker's proof at all."""
     gateway, worker = ends()
     worker.feed(gateway.begin())
@@ -71,7 +71,7 @@ def test_a_gateway_that_does_not_know_the_secret_is_refused_by_the_worker_too() 
     assert not worker.is_done
 
 
-def test_a_proof_is_of_no_use_to_another_link_or_the_other_end() -> None:
+def test_proof_is_invalid_for_another_link_and_for_the_other_end() -> None:
     gateway, worker = ends()
     greeting = gateway.begin()
     answer = worker.feed(greeting)
@@ -94,7 +94,7 @@ def test_a_worker_refuses_its_own_proof_sent_back() -> None:
     assert not worker.is_done
 
 
-def test_what_comes_behind_the_handshake_is_kept() -> None:
+def test_bytes_after_the_handshake_are_kept() -> None:
     gateway, worker = ends()
     proof = gateway.feed(worker.feed(gateway.begin()))
     assert worker.feed(proof + b"frames") == b"\x01"
@@ -105,7 +105,7 @@ def test_what_comes_behind_the_handshake_is_kept() -> None:
 
 @settings(max_examples=300)
 @given(data=st.binary(max_size=200), is_near=st.booleans(), cut=st.integers(0, 60))
-def test_bytes_of_strangers_end_it_and_nothing_else(data: bytes, is_near: bool, cut: int) -> None:
+def test_invalid_bytes_end_only_their_connection_attempt(data: bytes, is_near: bool, cut: int) -> None:
     """Also such as begin rightly."""
     gateway, worker = ends()
     greeting = gateway.begin()
@@ -116,14 +116,14 @@ def test_bytes_of_strangers_end_it_and_nothing_else(data: bytes, is_near: bool, 
         assert not end.is_done or given_bytes.startswith(greeting)
 
 
-def test_a_strangers_words_cannot_move_a_cursor() -> None:
+def test_refusal_text_of_a_peer_has_no_control_characters() -> None:
     gateway, _ = ends()
     with pytest.raises(LinkRefusedError) as caught:
         gateway.feed(b"LSTP\x00\x08\x1b[2J \xff\x07x")
     assert str(caught.value) == "?[2J \ufffd?x"
 
 
-def test_whatever_comes_no_more_than_a_greeting_is_kept() -> None:
+def test_handshake_buffers_at_most_a_greeting() -> None:
     """Bytes by single bytes, as long as it listens."""
     gateway, worker = ends()
     answer = worker.feed(gateway.begin())

@@ -57,7 +57,7 @@ def test_too_many_unanswered_health_requests_are_a_hang_regardless_of_the_clock(
     assert hang_of(pulse) == ""
 
 
-def test_while_it_starts_or_loads_a_worker_may_be_silent_for_longer() -> None:
+def test_starting_or_loading_worker_has_a_longer_silence_limit() -> None:
     pulse = Pulse(HealthLimits(silence_s=60.0, load_s=600.0), 0.0)
     assert hang_of(silent(pulse, 599)) == ""
     assert hang_of(silent(pulse, 1)) == "600 s without a message since its start"
@@ -95,7 +95,7 @@ def test_a_silence_limit_of_zero_detects_no_hang() -> None:
     assert hang_of(pulse) == ""
 
 
-def test_the_first_death_is_answered_at_once_and_each_that_follows_twice_as_late() -> None:
+def test_first_restart_is_immediate_and_later_delays_double() -> None:
     restarts = Restarts()
     delays = [restarts.delay_s(now_s) for now_s in range(12)]
     assert delays[:2] == [0.0, FIRST_DELAY_S]
@@ -103,14 +103,14 @@ def test_the_first_death_is_answered_at_once_and_each_that_follows_twice_as_late
     assert delays[-1] == MAX_DELAY_S
 
 
-def test_a_short_life_does_not_excuse_the_deaths_before_it() -> None:
+def test_short_lived_worker_does_not_reset_the_backoff() -> None:
     restarts = Restarts()
     restarts.delay_s(0.0)
     restarts.record_up(1.0)
     assert restarts.delay_s(0.9 + HEALTHY_S) == FIRST_DELAY_S
 
 
-def test_a_long_life_does() -> None:
+def test_long_lived_worker_resets_the_backoff() -> None:
     restarts = Restarts()
     for now_s in range(5):
         restarts.delay_s(now_s)
@@ -120,7 +120,7 @@ def test_a_long_life_does() -> None:
     assert restarts.delay_s(11.0 + HEALTHY_S) == FIRST_DELAY_S
 
 
-def test_when_it_is_worth_asking_again_follows_from_the_next_start_and_the_last_loads() -> None:
+def test_retry_time_follows_from_the_next_start_and_the_last_load_times() -> None:
     restarts = Restarts()
     assert restarts.retry_after_s(0.0) == MIN_RETRY_AFTER_S
     restarts.schedule(10.0, load_s=4.5)

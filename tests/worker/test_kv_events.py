@@ -169,7 +169,7 @@ def test_missed_kv_events_can_be_replayed(options: KVEventsOptions, heard: Heard
         assert heard.replayed(0, b"another topic") == {}
 
 
-def test_who_is_connected_hears_each_batch_once(options: KVEventsOptions, heard: Heard) -> None:
+def test_connected_subscriber_receives_each_batch_once(options: KVEventsOptions, heard: Heard) -> None:
     with running(kv_events=options) as bench:
         bench.ready("r", STUB)
         number, live = 0, dict[int, list[Any]]()

@@ -78,7 +78,7 @@ async def test_every_unload_call_returns_when_the_replica_is_unloaded(kind: Kind
 
 
 @KINDS
-async def test_who_loads_what_is_on_its_way_out_waits_until_it_is_gone(kind: Kind) -> None:
+async def test_load_of_an_unloading_replica_waits_until_it_is_gone(kind: Kind) -> None:
     async with started(kind) as worker:
         await worker.load("a", "stub://old", SMALL)
         freeing = asyncio.create_task(worker.unload("a"))
@@ -89,7 +89,7 @@ async def test_who_loads_what_is_on_its_way_out_waits_until_it_is_gone(kind: Kin
 
 
 @KINDS
-async def test_a_key_that_is_taken_is_refused_and_what_has_it_stays(kind: Kind) -> None:
+async def test_load_with_a_used_key_is_rejected_and_its_replica_stays(kind: Kind) -> None:
     async with started(kind) as worker:
         await worker.load("a", "stub://a", SMALL)
         with pytest.raises(UsageError, match="replica 'a' is already loaded"):
@@ -129,7 +129,7 @@ async def test_only_the_load_that_a_lost_worker_was_about_is_suspect() -> None:
 
 
 @KINDS
-async def test_closing_ends_loads_and_those_who_wait_for_a_replica_to_go(kind: Kind, gate: Gate) -> None:
+async def test_closing_ends_loads_and_waits_for_unloads(kind: Kind, gate: Gate) -> None:
     async with started(kind) as worker:
         loading = asyncio.create_task(worker.load("a", f"stub://a?load_ms={ENDLESS_MS}", SMALL))
         await eventually(lambda: state_of(worker, "a") is LoadState.LOADING)
@@ -144,7 +144,7 @@ async def test_closing_ends_loads_and_those_who_wait_for_a_replica_to_go(kind: K
             await worker.load("a", "stub://a", SMALL)
 
 
-def test_the_table_of_states_ends_where_nothing_is_left() -> None:
+def test_state_transitions_end_when_the_worker_is_gone() -> None:
     assert set(LOAD_MOVES) == set(LoadState)
     assert all(LoadState.GONE in moves for state, moves in LOAD_MOVES.items() if state is not LoadState.GONE)
     assert LOAD_MOVES[LoadState.GONE] == ()

@@ -100,7 +100,7 @@ def texts_of(heard: Heard) -> list[str]:
 
 
 @KINDS
-async def test_what_was_closed_takes_commands_and_does_nothing(kind: str) -> None:
+async def test_closed_link_ignores_commands(kind: str) -> None:
     async with linked(kind) as (link, heard):
         pass
     num_events = len(heard.events)
@@ -153,7 +153,7 @@ async def test_requests_are_refused_that_the_receiving_thread_does_not_take() ->
 @pytest.mark.parametrize(
     ("number", "how"), [(signal.SIGKILL, "signal 9 (SIGKILL)"), (signal.SIGSEGV, "signal 11 (SIGSEGV)")]
 )
-async def test_a_process_that_dies_is_lost_once_and_by_the_name_of_its_death(number: int, how: str) -> None:
+async def test_ended_process_is_reported_as_lost_once_with_its_signal(number: int, how: str) -> None:
     async with linked("process") as (link, heard):
         assert link.pid is not None
         os.kill(link.pid, number)
@@ -164,7 +164,7 @@ async def test_a_process_that_dies_is_lost_once_and_by_the_name_of_its_death(num
 
 
 @needs_unix
-async def test_a_process_that_hangs_is_killed_and_then_lost_like_any_other() -> None:
+async def test_hanging_process_is_killed_and_reported_as_lost() -> None:
     async with linked("process") as (link, heard):
         assert link.pid is not None
         os.kill(link.pid, signal.SIGSTOP)
@@ -199,7 +199,7 @@ async def test_closing_threads_waits_for_the_step_under_way(gate: Gate) -> None:
 
 
 @needs_unix
-async def test_who_opens_a_link_and_leaves_leaves_no_process() -> None:
+async def test_cancelled_opening_of_a_link_leaves_no_process() -> None:
     spawned = SpawnedWorker("text", "warning")
     pid = spawned.pid
     opening = asyncio.create_task(ProcessLink.open(Heard(), spawned))

@@ -52,7 +52,7 @@ def test_a_message_of_several_lines_is_one() -> None:
     assert line.startswith("2023-11-14T22:13:20.123Z INFO    server lockstep.worker: a model 2026-")
 
 
-def test_a_json_line_is_an_object_whatever_is_in_it() -> None:
+def test_json_line_is_an_object_with_any_values() -> None:
     line = JsonFormatter("worker").format(record_of("%s", HOSTILE, model=HOSTILE, name="Müller", path=io))
     assert "\n" not in line
     assert json.loads(line) == {
@@ -68,7 +68,7 @@ def test_a_json_line_is_an_object_whatever_is_in_it() -> None:
     assert "Müller" in line
 
 
-def test_an_error_brings_its_traceback() -> None:
+def test_error_line_has_its_traceback() -> None:
     text, found = TextFormatter("server").format(failed()), json.loads(JsonFormatter("server").format(failed()))
     first, *traceback = text.splitlines()
     assert first.endswith(" lockstep.worker: no luck")

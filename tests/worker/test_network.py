@@ -230,7 +230,7 @@ async def test_another_secret_or_version_is_refused_with_a_sentence(
         await NetworkLink.open(Nobody(), address)
 
 
-async def test_bytes_of_strangers_end_their_connection_and_nothing_else(secret: str) -> None:
+async def test_invalid_bytes_end_only_their_connection(secret: str) -> None:
     """Before the handshake, behind it, and frames that are cut."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")

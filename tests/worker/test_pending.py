@@ -61,7 +61,7 @@ async def test_outputs_go_to_their_requests_and_those_of_closed_requests_are_dro
     assert not pending.leave(one)
 
 
-async def test_a_request_that_was_refused_is_not_to_be_aborted() -> None:
+async def test_refused_request_needs_no_abort() -> None:
     pending = PendingRequests()
     mailbox = pending.open("model")
     pending.refused(Refused(mailbox.request_id, QueueFullError("full")))
@@ -70,7 +70,7 @@ async def test_a_request_that_was_refused_is_not_to_be_aborted() -> None:
     assert not pending.leave(mailbox)
 
 
-async def test_a_question_is_answered_once_or_not_at_all() -> None:
+async def test_query_is_answered_at_most_once() -> None:
     pending = PendingRequests()
     ask_id = pending.next_id()
     answer = asyncio.create_task(pending.answer(ask_id, 10.0))
@@ -82,7 +82,7 @@ async def test_a_question_is_answered_once_or_not_at_all() -> None:
     assert await pending.answer(pending.next_id(), 0.01) is None
 
 
-async def test_who_is_cancelled_as_the_answer_comes_is_cancelled() -> None:
+async def test_query_cancelled_at_its_answer_is_cancelled() -> None:
     pending = PendingRequests()
     for num_turns in range(4):  # from the answer to the cancellation
         asking = asyncio.create_task(pending.answer(1, FOR_EVER_S))
@@ -119,7 +119,7 @@ async def test_the_acceptance_wakes_a_reader_without_an_output() -> None:
     assert await mailbox.take() == []
 
 
-async def test_what_came_before_an_error_is_read_before_it() -> None:
+async def test_outputs_before_an_error_are_read_first() -> None:
     mailbox = Mailbox(1, "model")
     mailbox.put(token(mailbox, 1))
     mailbox.fail(RequestFailedError("first"))
@@ -171,7 +171,7 @@ async def test_an_error_is_delivered_at_once_after_held_tokens() -> None:
     assert ids(await reader) == [2]
 
 
-async def test_what_comes_within_an_interval_comes_to_all_readers_at_its_end() -> None:
+async def test_outputs_within_an_interval_wake_all_readers_at_its_end() -> None:
     pending = PendingRequests(0.02)
     mailboxes = await begun(pending, 3)
     readers = [await reading(mailbox) for mailbox in mailboxes]

@@ -43,9 +43,7 @@ def test_a_model_that_crashes_is_an_error_that_names_the_signal(load: Callable[.
         try_unknown(load(), lambda stage, fraction: None, crash)
 
 
-def test_one_that_crashed_is_tried_again_and_one_that_came_through_is_not(
-    load: Callable[..., Load], tmp_path: Path
-) -> None:
+def test_crashed_trial_is_repeated_and_successful_one_is_not(load: Callable[..., Load], tmp_path: Path) -> None:
     count = tmp_path / "count"
     count.write_text("")
     stages: list[str] = []
@@ -77,7 +75,7 @@ def test_a_trial_that_exits_without_a_report_is_an_error(load: Callable[..., Loa
         run_trial(load(), python("import sys; print('so it goes'); sys.exit(3)"))
 
 
-def test_nothing_is_tried_that_cannot_crash_or_is_not_to_be(load: Callable[..., Load]) -> None:
+def test_trusted_sources_and_disabled_trials_are_not_tried(load: Callable[..., Load]) -> None:
     crash = python("import os; os.abort()")
     for exempt in (load("stub://x"), load("pocket://"), load(trial=TrialOptions(enabled=False))):
         try_unknown(exempt, lambda stage, fraction: None, crash)

@@ -151,7 +151,7 @@ async def test_session_calls_on_a_closed_worker_return_nothing(kind: Kind) -> No
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
-async def test_a_process_that_was_started_ahead_is_the_first_worker_and_no_later_one() -> None:
+async def test_prestarted_process_is_used_for_the_first_worker_only() -> None:
     ahead = SpawnedWorker("text", "warning")
     notices: list[Notice] = []
     worker = SupervisedWorker(WorkerOptions("process", prestarted=ahead), notices.append)
@@ -171,7 +171,7 @@ async def test_a_process_that_was_started_ahead_is_the_first_worker_and_no_later
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
-async def test_a_process_ends_though_the_first_who_closed_it_was_cancelled() -> None:
+async def test_process_ends_although_the_first_close_was_cancelled() -> None:
     worker = SupervisedWorker(WorkerOptions("process"))
     await worker.start()
     pid = worker.pid
@@ -251,7 +251,7 @@ async def test_requests_of_one_replica_are_ended_and_those_of_others_go_on() -> 
         assert worker.num_open == 0
 
 
-async def test_a_request_to_a_replica_that_is_not_loaded_is_lost_before_it_is_sent() -> None:
+async def test_request_to_an_unloaded_replica_fails_before_it_is_sent() -> None:
     async with running("thread", []) as worker:
         with pytest.raises(WorkerLostError, match="send the request again"):
             worker.submit("nobody", GenerationRequest((1,)))

@@ -116,19 +116,19 @@ ERROR_CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**63), max_size=3), st.lists(OUTPUTS, max_size=4))
-def test_the_outputs_of_a_step_come_out_as_they_went_in(accepted: list[int], outputs: list[TokenOutput]) -> None:
+def test_step_outputs_survive_encoding(accepted: list[int], outputs: list[TokenOutput]) -> None:
     event = Outputs(accepted, outputs)
     assert event_decoder().decode(event_encoder().encode(event)) == event
 
 
 @settings(max_examples=60)
 @given(REQUESTS)
-def test_a_request_comes_out_as_it_went_in(request: GenerationRequest) -> None:
+def test_request_survives_encoding(request: GenerationRequest) -> None:
     command = Submit(7, "model", request)
     assert command_decoder().decode(command_encoder().encode(command)) == command
 
 
-def test_how_to_load_comes_out_as_it_went_in() -> None:
+def test_load_command_survives_encoding() -> None:
     options = LoadOptions(
         EngineOptions(num_blocks=7, order="fair", max_num_seqs=3),
         ExecutorOptions(threads=1, cache_dir=Path("/a/b")),
@@ -173,7 +173,7 @@ def test_a_vector_keeps_its_bits() -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 9), min_size=1))
-def test_frames_are_found_however_the_stream_is_cut(bodies: list[bytes], cuts: list[int]) -> None:
+def test_frames_are_found_in_a_stream_cut_anywhere(bodies: list[bytes], cuts: list[int]) -> None:
     stream, reader, found = b"".join(map(framed, bodies)), FrameReader(), []
     turn = 0
     while stream:
@@ -198,7 +198,7 @@ def test_a_request_of_wrong_types_is_refused_by_its_id() -> None:
     assert "priority" in str(refusal.error)
 
 
-def test_what_is_no_request_cannot_be_refused() -> None:
+def test_invalid_body_without_a_request_has_no_refusal() -> None:
     body = event_encoder().encode(Loading("model", "read", 0.5))
     with pytest.raises(msgspec.ValidationError) as caught:
         command_decoder().decode(body)

@@ -112,7 +112,7 @@ class ModelSet:
             id_: tuple(m for m in self.by_id.values() if id_ in m.entry.co_activation and m.replica is not None)
             for id_ in self.by_id
         }
-        """By id: the models that name this one in `co_activation`."""
+        """Models that name a model in `co_activation`, by the id of that model."""
 
     def find(self, name: str | None) -> Model:
         """Find the model of an id or alias. The cluster's name, or none, selects the entry model.

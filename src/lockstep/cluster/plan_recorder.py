@@ -1,8 +1,8 @@
 """Recording of plans: the planner's input and its decision, for each plan.
 
 The files have the format of a device's recording (`lockstep.worker.flight.entries`), with a `PlanEntry` for each plan
-between header and end. The same planner makes the same actions of the same input. Replicas have the names that the
-cluster gives them. The files contain no prompt and no caller.
+between header and end. The same planner makes the same actions from the same input. Replicas have the same names as in
+the cluster. The files contain no prompts and no callers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lockstep.worker.flight.writer import RecordingWriter
 
 PLAN_SUFFIX = ".lsplans"
 SHARE = 16
-"""Plans get one part in so many of the bytes that a recording may take, in addition."""
+"""Size limit of plan recordings, in addition to the device's: one part in this many of its limit."""
 
 ActionFields = tuple[str | None, ...]
-"""The name of an action and its fields."""
+"""Name of an action, and its fields."""
 
 
 class PlanEntry(EntryStruct, frozen=True, tag=32):
-    """One plan."""
+    """One plan of the planner, with its input."""
 
     now_s: float
     policy: PlanPolicy
@@ -34,12 +34,12 @@ class PlanEntry(EntryStruct, frozen=True, tag=32):
 
 
 def action_fields(action: Action) -> ActionFields:
-    """An action as it is written."""
+    """Recorded form of an action."""
     return (type(action).__name__.lower(), *astuple(action))
 
 
 class PlanRecorder:
-    """Writes every plan, in a thread of its files; what cannot be written is logged once, and nothing waits for it."""
+    """Records every plan. A thread writes the files; a write error is logged once, and plans never wait for it."""
 
     def __init__(self, options: TraceOptions, system: System = SYSTEM) -> None:
         self._writer = RecordingWriter(options.share(SHARE), PLAN_SUFFIX, system=system)
@@ -60,5 +60,5 @@ class PlanRecorder:
         return self._writer.files.report().fault
 
     def close(self) -> None:
-        """Write what is left, within a bounded time."""
+        """Write the queued entries, within a limited time."""
         self._writer.close()

@@ -74,7 +74,7 @@ class Replica:
     idle_limit_s: float | None = None
     """Idle time after which it is unloaded; None: it is only unloaded to make room."""
     makes_room_for: str | None = None
-    """For a draining or unloading replica: key of the replica that the last `Drain` or `Unload` makes room for."""
+    """Key of the replica that the last `Drain` or `Unload` of this one makes room for; None: there is none."""
     num_lost: int = 0
     """Number of consecutive loads during which the worker ended. Such replicas are loaded after all others, as they may
     end the worker again."""
@@ -164,7 +164,7 @@ Action = Load | Unload | Drain | Refuse
 
 
 MIN_RELOAD_S = 1e-3
-"""Shorter reload times are all treated as this one."""
+"""Minimum of reload times in seconds; shorter ones are treated as this one."""
 
 
 def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:

@@ -1,14 +1,15 @@
-"""Recorded answers by their prompts: which of them a request gets. Pure, but for how often each was given.
+"""Index of recorded answers by prompt, and the choice of the answer for a request.
 
-A request is answered by the answers to the longest recorded prompt that its own begins with, token by token; its own,
-where that is recorded. Of several answers to that prompt, the first counts of this order that tells them apart:
+The choice depends only on the index and on how often each answer was returned. A request is answered from the longest
+recorded prompt that is a prefix of its own, token by token; that may be its whole prompt. An answer needs at least as
+many completions as the request. Of several answers, these are preferred, in this order:
 
-1. those that came to their end, before those that were aborted, timed out or failed;
-2. those of the request's own parameters, the seed apart;
-3. those of as many completions as the request wants; with fewer than that there is nothing to give;
-4. those of the request's seed, where it names one;
-5. those that were given less often since the start: a prompt that was sent again and again gets what it got, in turn;
-6. those that were recorded earlier.
+1. answers that ended normally, over those that were aborted, timed out or failed;
+2. answers with the same sampling parameters, apart from the seed;
+3. answers with the same number of completions;
+4. answers with the same seed, if the request sets one;
+5. answers that were returned less often since the start, so that repeated prompts get the recorded answers in order;
+6. answers that were recorded earlier.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from typing import NamedTuple
 from lockstep.core.request import FinishReason
 
 ENDS = (FinishReason.STOP, FinishReason.LENGTH)
-"""Reasons of answers that came to their end."""
+"""Reasons of completions that ended normally."""
 _DIGEST_BYTES = 16
 
 
 class Delivery(NamedTuple):
-    """Tokens that came to their reader at once."""
+    """Tokens that were sent to the client at the same time."""
 
     at_us: int
-    """Since the request came."""
+    """Time in microseconds since the arrival of the request."""
     completion: int
-    """Of the answer's ``n``."""
+    """Index of the completion."""
     num_tokens: int
 
 
 class RecordedCompletion(NamedTuple):
-    """One completion as it was recorded."""
+    """One recorded completion."""
 
     tokens: array[int]
     reason: FinishReason
@@ -46,16 +47,16 @@ class RecordedCompletion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
-    """One recorded request and what became of it, without its prompt."""
+    """One recorded request and its answer, without the prompt."""
 
     name: str
-    """The caller's name for the request, as ``x-request-id`` had it; else its engine and sequence."""
+    """Caller's id of the request, from ``x-request-id``; if there was none, its engine and sequence."""
     parameters: bytes
-    """`lockstep.worker.flight.content.parameters_as_bytes`."""
+    """Sampling parameters, as `lockstep.worker.flight.content.parameters_as_bytes` encodes them."""
     seed: int
     sequences: tuple[RecordedCompletion, ...]
     deliveries: tuple[Delivery, ...]
-    """In order of time; together they are all tokens of all sequences."""
+    """Deliveries in order of time; together they contain all tokens of all completions."""
     queue_us: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -66,7 +67,7 @@ class RecordedAnswer:
 
 
 class AnswerQuery(NamedTuple):
-    """Request in the index's terms."""
+    """Request to search the index for."""
 
     prompt_ids: Sequence[int]
     parameters: bytes
@@ -75,25 +76,25 @@ class AnswerQuery(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Answer that a request gets."""
+    """Recorded answer for a request."""
 
     answer: RecordedAnswer
     num_prompt_tokens: int
-    """Of the recorded prompt."""
+    """Number of tokens of the recorded prompt."""
     is_exact: bool
-    """Whether that is the whole prompt of the request."""
+    """True if the recorded prompt is the whole prompt of the request."""
 
 
 class RecordedIndex:
-    """Answers of one model by the digests of their prompts."""
+    """Answers of one model, by the digests of their prompts."""
 
     def __init__(self) -> None:
         self._answers: dict[bytes, list[RecordedAnswer]] = {}
-        """By prompt, in recorded order."""
+        """Answers by digest of the prompt, in recorded order."""
         self._lengths: list[int] = []
-        """Of recorded prompts, each once, ascending."""
+        """Lengths of recorded prompts in tokens, each once, ascending."""
         self._num_given: dict[int, int] = {}
-        """By identity of the answer."""
+        """Number of times that each answer was returned, by identity of the answer."""
         self.num_answers = 0
 
     @property
@@ -106,7 +107,7 @@ class RecordedIndex:
         return (self._lengths[0], self._lengths[-1]) if self._lengths else (0, 0)
 
     def add(self, prompt_ids: Iterable[int], answer: RecordedAnswer) -> None:
-        """Take an answer in; in recorded order."""
+        """Add an answer. Answers are added in recorded order."""
         packed = array("I", prompt_ids)
         self._answers.setdefault(_digest(packed), []).append(answer)
         self.num_answers += 1
@@ -114,10 +115,10 @@ class RecordedIndex:
             insort(self._lengths, len(packed))
 
     def find(self, query: AnswerQuery, *, is_strict: bool = False) -> Match | None:
-        """The answer that a request gets; None: there is none. It counts as given.
+        """Find the answer for a request, and count it as returned; None: no answer matches.
 
         Args:
-            is_strict: the whole prompt and the parameters have to be recorded ones, and the seed, where one is named.
+            is_strict: True if prompt, parameters and, if set, the seed must be equal to the recorded ones.
         """
         packed = array("I", query.prompt_ids)
         for length, answers in reversed(self._beginning(packed, is_strict)):
@@ -125,13 +126,13 @@ class RecordedIndex:
             if is_strict:
                 able = [answer for answer in able if _is_same(answer, query)]
             if able:
-                found = min(able, key=lambda answer: self._rank(answer, query))  # of equal ones the first
+                found = min(able, key=lambda answer: self._rank(answer, query))  # the first of equal ones
                 self._num_given[id(found)] = self._num_given.get(id(found), 0) + 1
                 return Match(found, length, length == len(packed))
         return None
 
     def _beginning(self, packed: array[int], is_strict: bool) -> list[tuple[int, list[RecordedAnswer]]]:
-        """Recorded prompts that a prompt begins with, the shortest first: their lengths and answers."""
+        """Recorded prompts that are prefixes of a prompt, the shortest first: their lengths and answers."""
         lengths = [len(packed)] if is_strict else [each for each in self._lengths if each <= len(packed)]
         digest = blake2b(digest_size=_DIGEST_BYTES)
         found = []

@@ -27,23 +27,24 @@ log = logging.getLogger(__name__)
 
 ROUTE_SUFFIX = ".lsroutes"
 SHARE = 4
-"""Routes get one part in so many of the bytes that a recording may take, in addition."""
+"""Size limit of route recordings, in addition to the device's: one part in this many of its limit."""
 MAX_PENDING_BYTES = 1 << 14
-"""Entries that are handed over together; a choice is handed over at once, with the inputs before it."""
-DEFECT = "the recorder of routes has a defect, which the log tells"
+"""Size of collected entries in bytes from which they are queued for the disk. A choice is queued at once, with the
+entries before it."""
+DEFECT = "a defect of the recorder ended the recording of routes; the log has the exception"
 NO_REPLICA = -1
-"""The replica of a request where none was there."""
-TOO_LARGE = "replicas hold more than {:,} blocks, more than the beginning of a file of routes can have"
-"""Fault of a recorder whose replicas hold too many contents, of all groups together, replica by replica."""
+"""Number in place of the replica if none was available."""
+TOO_LARGE = "replicas hold more than {:,} blocks, the maximum at the beginning of a file of routes"
+"""Fault of a recorder whose replicas hold too many contents, counted for each replica of all groups."""
 
 
 class _GroupEntry(EntryStruct, frozen=True):
     group: int
-    """Groups are numbered as they are opened; one that is opened again has another number."""
+    """Number of the group, in order of opening. A group that is opened again has a new number."""
 
 
 class Opened(_GroupEntry, frozen=True, tag=33):
-    """A group of replicas, all of them there; in the place of one of its key, if there is one."""
+    """A group was opened with all its replicas available; it replaces an earlier group with the same key."""
 
     key: str
     num: int
@@ -52,7 +53,7 @@ class Opened(_GroupEntry, frozen=True, tag=33):
 
 
 class Resumed(_GroupEntry, frozen=True, tag=34):
-    """A group as it is where the file begins; see `lockstep.core.balancer.BalancerState`."""
+    """State of a group at the beginning of a file; see `lockstep.core.balancer.BalancerState`."""
 
     key: str
     policy: str
@@ -61,47 +62,47 @@ class Resumed(_GroupEntry, frozen=True, tag=34):
     there: Runs
     last: int
     contents: tuple[Runs, ...]
-    """By replica."""
+    """Numbers of the contents that each replica holds."""
     sessions: tuple[tuple[str, int], ...]
 
 
 class Admitted(_GroupEntry, frozen=True, tag=35):
-    """A replica gets requests."""
+    """A replica was made available for requests."""
 
     replica: int
 
 
 class Withdrawn(_GroupEntry, frozen=True, tag=36):
-    """A replica gets no requests."""
+    """A replica was withdrawn, so that it gets no requests."""
 
     replica: int
     is_lost: bool
 
 
 class Learned(_GroupEntry, frozen=True, tag=37):
-    """News of a replica's contents."""
+    """The contents of a replica changed."""
 
     replica: int
     news: tuple[Runs, ...]
-    """What can be found from now on, what no longer can, what can, and so on."""
+    """Numbers of contents in alternating groups: added, removed, added, and so on; the first may be empty."""
 
 
 class Ended(_GroupEntry, frozen=True, tag=38):
-    """A request that a replica was given is open no longer."""
+    """A request at a replica has ended."""
 
     replica: int
 
 
 class Chosen(_GroupEntry, frozen=True, tag=39):
-    """A route: the request and the decision."""
+    """A request was routed to a replica."""
 
     contents: Runs
-    """Of the prompt's beginning, as far as any replica holds them."""
+    """Numbers of the prompt's contents, up to the first one that no replica holds."""
     num_blocks: int
-    """Of the whole prompt."""
+    """Number of blocks of the whole prompt."""
     session: str | None
     replica: int
-    """`NO_REPLICA`: none was there."""
+    """Number of the chosen replica; `NO_REPLICA`: none was available."""
     why: str
     num_cached: int
 
@@ -110,23 +111,23 @@ Entry = Opened | Resumed | Admitted | Withdrawn | Learned | Ended | Chosen
 
 
 class _Group:
-    """A group as it is recorded: a balancer with the inputs of the group's own, and the numbers of its contents."""
+    """A group in the recording: a balancer that gets the group's calls, and the numbers of its contents."""
 
     def __init__(self, number: int, key: str, balancer: Balancer) -> None:
         self.number = number
         self.key = key
         self.balancer = balancer
         self._numbers: dict[bytes, int] = {}
-        """Of contents that any replica holds."""
+        """Numbers of the contents that at least one replica holds."""
         self._next = 0
 
     @property
     def num_held(self) -> int:
-        """Contents, replica by replica."""
+        """Number of contents, counted for each replica."""
         return sum([self.balancer.num_held(replica) for replica in range(self.balancer.num_replicas)])
 
     def choose(self, hashes: Sequence[bytes], session: str | None) -> Runs:
-        """Numbers of the prompt's beginning, as far as any replica holds it."""
+        """Route a request, and return the numbers of its contents up to the first one that no replica holds."""
         numbers: list[int] = []
         for each in hashes:
             number = self._numbers.get(each)
@@ -137,18 +138,18 @@ class _Group:
         return runs_of(numbers)
 
     def learn(self, replica: int, news: Sequence[ContentNews]) -> tuple[Runs, ...]:
-        """News by numbers, in turns."""
-        turns: list[list[int]] = [[]]
+        """Apply changes of contents, and return their numbers in alternating groups: added, removed, and so on."""
+        groups: list[list[int]] = [[]]
         for content, is_held in news:
-            if is_held is not bool(len(turns) % 2):
-                turns.append([])
+            if is_held is not bool(len(groups) % 2):
+                groups.append([])
             if content not in self._numbers:
                 self._numbers[content] = self._next
                 self._next += 1
-            turns[-1].append(self._numbers[content])
+            groups[-1].append(self._numbers[content])
         self.balancer.learn(replica, news)
         self._forget(content for content, is_held in news if not is_held)
-        return tuple(map(runs_of, turns))
+        return tuple(map(runs_of, groups))
 
     def withdraw(self, replica: int, is_lost: bool) -> None:
         self.balancer.withdraw(replica, is_lost)
@@ -161,7 +162,7 @@ class _Group:
                 self._numbers.pop(each, None)
 
     def resumed(self, name_of: Callable[[str], str]) -> Resumed:
-        """The group as the beginning of a file has it."""
+        """State of the group for the beginning of a file."""
         state = self.balancer.state()
         contents: list[list[int]] = [[] for _ in state.loads]
         for content, holders in state.holders.items():
@@ -196,11 +197,11 @@ class RouteRecorder:
         self._groups: dict[str, _Group] = {}
         self._num_groups = 0
         self._fault = ""
-        """Why nothing is being recorded, though files can be written."""
+        """Reason why nothing is being recorded although files can be written; empty: there is none."""
 
     @guarded
     def opened(self, group: str, num_replicas: int, policy: RoutingPolicy, max_imbalance: int) -> None:
-        """A group is there, with all its replicas, in the place of the one that had its key."""
+        """Record that a group was opened with all its replicas, in place of an earlier one with the same key."""
         self._begin()
         self._num_groups += 1
         made = _Group(self._num_groups, group, Balancer(num_replicas, policy, max_imbalance))
@@ -209,7 +210,7 @@ class RouteRecorder:
 
     @guarded
     def admitted(self, group: str, replica: int) -> None:
-        """Follow `Balancer.admit`; likewise the others."""
+        """Record a call of `Balancer.admit`. The next methods do the same for other calls."""
         found = self._begun(group)
         found.balancer.admit(replica)
         self._put(Admitted(found.number, replica))
@@ -251,22 +252,22 @@ class RouteRecorder:
         return replace(report, fault=self._fault) if self._fault else report
 
     def close(self) -> None:
-        """Write what is left, within a bounded time."""
+        """Write the queued entries, within a limited time."""
         if self._fault == DEFECT:
             self._files.close()
         else:
             self._writer.close()
 
     def give_up(self) -> None:
-        """A defect of ours: log it once, and record nothing any more. Within an ``except``."""
+        """End the recording after a defect of the recorder, and log it once. Called within an ``except``."""
         if self._fault != DEFECT:
-            log.exception("no routes are recorded from here on; requests are served all the same")
+            log.exception("no routes are recorded from here on; requests are not affected")
         self._fault = DEFECT
 
     # -- files ----------------------------------------------------------------------------------------------------
 
     def _begun(self, group: str) -> _Group:
-        """The group that something is about to happen to; a file is begun before it, if one is due."""
+        """Return a group that is about to change, after beginning a file if one is due."""
         self._begin()
         return self._groups[group]
 
@@ -275,7 +276,7 @@ class RouteRecorder:
             return
         if sum([each.num_held for each in self._groups.values()]) > self._max_contents:
             if not self._fault:
-                log.warning("no routes are recorded: %s; requests are served all the same", self._too_large)
+                log.warning("no routes are recorded: %s; requests are not affected", self._too_large)
             self._fault = self._too_large
             return
         self._writer.end(goes_on=True)

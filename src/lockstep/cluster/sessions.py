@@ -72,9 +72,9 @@ class Session:
     num_requests: int = 0
     num_active: int = 0
     kept_tokens: dict[str, int] = field(default_factory=dict)
-    """By model: tokens of its last prompt that are retained on the device."""
+    """Tokens of its last prompt that are retained on the device, by model."""
     stored: dict[str, StoredTokens] = field(default_factory=dict)
-    """By model: tokens of its last prompt that are stored in host memory or on disk."""
+    """Tokens of its last prompt that are stored in host memory or on disk, by model."""
     is_stored_known: bool = True
     """True if the current worker has reported the stored tokens."""
     is_held: bool = True

@@ -1,4 +1,4 @@
-"""Snapshots of a cluster: plain values, as `GET /v1/cluster` shows them."""
+"""Snapshots of a cluster: the plain values of `GET /v1/cluster`."""
 
 from __future__ import annotations
 
@@ -21,63 +21,63 @@ class BudgetSnapshot(msgspec.Struct, frozen=True):
     """One budget of the manifest."""
 
     name: str
-    """``gpu_budget`` or ``ram_budget``."""
+    """Name of the budget: ``gpu_budget`` or ``ram_budget``."""
     declared_bytes: int | None
-    """None: the manifest sets none."""
+    """Budget in the manifest in bytes; None: it sets none."""
     effective_bytes: int | None
-    """What holds: cut to what the machine has; None: nothing bounds it."""
+    """Budget that is enforced, in bytes, at most what the machine has; None: there is no limit."""
     used_bytes: int
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
-    """A loaded replica's engine: its limits, its KV pool and what it computes with."""
+    """Engine of a loaded replica: its limits, its KV pool and its computation."""
 
     max_model_len: int
     max_num_seqs: int
-    """Sequences running at once."""
+    """Maximum number of running sequences."""
     kv_tokens: int
     kv_bytes: int
     host_kv_tokens: int
-    """For the KV of preempted sequences."""
+    """Tokens that fit in the host memory for the KV of preempted sequences."""
     host_kv_bytes: int
     weights_bytes: int | None
-    """As they are packed; None: they are a fiction, as a stub's."""
+    """Memory of the packed weights in bytes; None: a stub, which has no weights."""
     isa: str
-    """Instruction set of its kernels; empty where nothing is computed, as are the next three."""
+    """Instruction set of the kernels; empty, like the next three fields, for a stub, which computes nothing."""
     threads: int | None
-    """Of a forward pass."""
+    """Number of threads of a forward pass; None: a stub."""
     kv_precision: str
     quantize: str
-    """What float weights were rounded to, or ``none``."""
+    """Type to which float weights were rounded; ``none``: they were not rounded."""
 
 
 class ReplicaSnapshot(msgspec.Struct, frozen=True):
-    """Weights, KV pool and engine, shared by the models that name one artifact."""
+    """Weights, KV pool and engine, shared by the models with the same artifact."""
 
     key: str
     source: str
     phase: str
-    """``absent``, ``loading``, ``resident`` or ``unloading``."""
+    """Phase of the replica: ``absent``, ``loading``, ``resident`` or ``unloading``."""
     models: tuple[str, ...]
-    """Ids, in order of definition."""
+    """Ids of the replica's models, in order of definition."""
     bytes: int
-    """Weights and KV pool: measured where it was loaded once, predicted before."""
+    """Size of weights and KV pool in bytes: measured if the replica was ever loaded, otherwise predicted."""
     predicted_bytes: int
-    """As declared, or from the sizes of its files."""
+    """Predicted size in bytes, from the manifest or from the sizes of the artifact's files."""
     measured_bytes: int | None
-    """By its last load; None: it was never loaded."""
+    """Size in bytes measured by the last load; None: the replica was never loaded."""
     load_s: float | None
-    """How long its last load took; None: it was never loaded."""
+    """Duration of the last load in seconds; None: the replica was never loaded."""
     num_busy: int
-    """Calls that are being answered."""
+    """Number of calls in progress."""
     num_waiting: int
-    """Calls that wait for it to be loaded."""
+    """Number of calls that wait for the replica to be loaded."""
     fingerprint: str | None
-    """Of the artifact's content, once it was loaded."""
+    """Fingerprint of the artifact's content; None: the replica was never loaded."""
     failure: str | None
-    """Why its last load failed; None: it did not."""
+    """Reason why the last load failed; None: it did not fail."""
     engine: EngineSnapshot | None = None
-    """None: it is not loaded."""
+    """State of the engine; None: the replica is not loaded."""
 
 
 class ModelSnapshot(msgspec.Struct, frozen=True):
@@ -86,85 +86,87 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     id: str
     set: str | None
     source: str
-    """As the backend serves it."""
+    """Source of the model as the backend serves it."""
     tier: str
-    """As declared: ``resident``, ``standby`` or ``remote``."""
+    """Tier in the manifest: ``resident``, ``standby`` or ``remote``."""
     state: str
-    """As it is: ``resident``, ``standby``, ``loading``, ``unloading``, ``failed`` or ``remote``."""
+    """Current state: ``resident``, ``standby``, ``loading``, ``unloading``, ``failed`` or ``remote``."""
     reason: str
-    """Why it cannot answer; empty when it can, or would be loaded for it."""
+    """Reason why the model cannot answer; empty: it can, or it is loaded for the next request."""
     priority: int
     aliases: tuple[str, ...]
     replica: str | None
-    """Key of its replica; None: it is remote."""
+    """Key of the model's replica; None: the model is remote."""
     size_bytes: int
-    """Of its replica, which others may share; 0: it is remote."""
+    """Size of the replica in bytes, which several models may share; 0: the model is remote."""
     max_model_len: int | None
     num_requests: int
-    """Answered or being answered since the start."""
+    """Number of answered requests since the start, including those in progress."""
     num_running: int
     num_waiting: int
     num_sessions: int
-    """Sessions that it holds: those of requests that it answers, ephemeral ones too, and those that are idle."""
+    """Number of sessions that the model holds: named and ephemeral ones of requests in progress, and idle ones."""
     max_active_sessions: int | None
-    """None: no bound, but what an engine keeps by itself."""
+    """Maximum number of sessions; None: only the engine's own limit applies."""
     co_activation: tuple[str, ...]
     idle_s: float | None
-    """Since it last answered; None: it never did."""
+    """Time in seconds since the model's last answer; None: it has never answered."""
 
 
 class SessionSnapshot(msgspec.Struct, frozen=True):
-    """One conversation that keeps its KV."""
+    """One conversation whose KV is retained."""
 
     id: str
     model: str
-    """Who answered last."""
+    """Model that answered last."""
     state: str
-    """``active`` while a request of it is answered, then ``idle``, and ``dropped`` when its KV was given up on the
-    device and is kept nowhere else."""
+    """State of the session: ``active`` while a request is in progress, ``idle`` after it, and ``dropped`` when its KV
+    was evicted from the device and is stored nowhere else."""
     age_s: float
     idle_s: float
     num_requests: int
     num_tokens: int = 0
-    """Of its prompts, kept on the device by all its models together."""
+    """Number of its prompt tokens that all its models together retain on the device."""
     num_stored_tokens: int | None = 0
-    """Of its prompts, kept in host memory or on disk, beside the device or instead; None: a worker that began anew has
-    not reported it yet, as in what follows, where it may have reported only their number."""
+    """Number of its prompt tokens that are stored in host memory or on disk, whether or not they are on the device too;
+    None, like the next three fields: a restarted worker has not reported it yet. A worker may have reported only this
+    total."""
     num_host_tokens: int | None = 0
-    """Of these, those in host memory."""
+    """Number of the stored tokens that are in host memory."""
     num_disk_tokens: int | None = 0
-    """And those on disk, which may be in host memory as well."""
+    """Number of the stored tokens that are on disk; some of them may also be in host memory."""
     place: KVLocation | None = "none"
-    """The fastest place that has something of it: `device`, `host`, `disk`, `none`."""
+    """Fastest location that holds part of the session: `device`, `host`, `disk` or `none`."""
     caller: str = ""
-    """Name of the API key whose session it is; empty: it came without one."""
+    """Name of the API key that the session belongs to; empty: it has none."""
 
 
 class ClusterCounters(msgspec.Struct):
-    """Counted since the start."""
+    """Counters since the start."""
 
     requests_total: int = 0
     router_hits: int = 0
-    """Requests that went through the entry model."""
+    """Number of requests that went through the entry model."""
     dispatch_hits: int = 0
-    """Of these, those that the rule sent to a model."""
+    """Number of these requests that the rule sent to a model."""
     dispatch_fallbacks: int = 0
-    """And those that went to the fallback."""
+    """Number of these requests that went to the fallback model."""
     promotions: int = 0
-    """Models that became resident, after the boot."""
+    """Number of times that a model became resident after startup."""
     demotions: int = 0
     co_activation_warms: int = 0
     lru_evictions: int = 0
-    """Idle sessions whose KV was evicted, least recently used first: for another session, or after a long idle time."""
+    """Number of idle sessions whose KV was evicted, least recently used first, to make room for another session or
+    after a long idle time."""
     model_evictions: int = 0
-    """Models that were unloaded to make room for others."""
+    """Number of models that were unloaded to make room for others."""
 
 
 class TransitionSnapshot(msgspec.Struct, frozen=True):
     """A change of a model's state."""
 
     at_s: float
-    """Unix time."""
+    """Unix time of the change."""
     model: str
     before: str = msgspec.field(name="from")
     after: str = msgspec.field(name="to")
@@ -173,107 +175,111 @@ class TransitionSnapshot(msgspec.Struct, frozen=True):
 
 
 class RemoteSnapshot(msgspec.Struct, frozen=True):
-    """A remote model's dealings with its server since the start."""
+    """Calls to a remote model and state of its server, since the start."""
 
     model: str
     breaker: str
-    """``closed``: it gets requests; ``open``: it gets none after its failures; ``half_open``: one request tries."""
+    """State of the circuit breaker: ``closed``: all requests are sent; ``open``: no requests are sent, after failures;
+    ``half_open``: one trial request is sent."""
     num_open: int
-    """Calls that are being answered."""
+    """Number of calls in progress."""
     requests_total: int
-    """Calls, those that were left alone included."""
+    """Number of calls, including those that the breaker rejected."""
     attempts_total: int
-    """Requests that were sent; a call may be tried again before its first byte."""
+    """Number of requests that were sent; a call may be retried before its first byte."""
     failures_total: int
-    """Attempts that failed, before their first byte or later, by the other server's fault."""
+    """Number of attempts that failed because of the other server, before or after their first byte."""
     refusals_total: int
-    """Calls that the open breaker kept back."""
+    """Number of calls that the open breaker rejected."""
     first_byte_s: HistogramSnapshot
-    """From sending an attempt to the first event of its answer."""
+    """Histogram of the time from sending an attempt to the first event of its answer."""
 
 
 class HostSnapshot(msgspec.Struct, frozen=True):
     """One host that replicas may be placed on."""
 
     name: str
-    """As its Ray node was named, else its address."""
+    """Name of the Ray node; its address if it has no name."""
     address: str
     is_there: bool
     is_drained: bool
-    """It gets no replicas, and those that it has leave."""
+    """True if the host gets no replicas, and its present ones leave."""
     resources: Mapping[str, float]
-    """All of it: ``CPU``, ``memory`` in bytes, and those by name."""
+    """Total resources: ``CPU``, ``memory`` in bytes, and named ones."""
     free: Mapping[str, float]
-    """Of these, those that no one has."""
+    """Resources that are not allocated, in the same form."""
     num_replicas: int
-    """On it now, those that leave included."""
+    """Number of replicas on the host, including those that leave."""
 
     @classmethod
     def of(cls, host: values.Host, places: Sequence[values.ReplicaStatus]) -> HostSnapshot:
-        """A host as the owner tells it.
+        """Make the snapshot of a host from the controller's report.
 
         Args:
-            places: of all replicas, on whatever host.
+            places: status of all replicas on all hosts.
         """
         num_replicas = sum(place.node_id == host.node_id for place in places)
-        of_it = (host.name, host.address, host.is_there, host.is_drained)
-        return cls(*of_it, dict(host.resources), dict(host.free), num_replicas)
+        state = (host.name, host.address, host.is_there, host.is_drained)
+        return cls(*state, dict(host.resources), dict(host.free), num_replicas)
 
 
 class PlaceSnapshot(msgspec.Struct, frozen=True):
-    """One replica of a group, where it is and how this gateway uses it."""
+    """One replica of a group: its placement, and its use by this gateway."""
 
     models: tuple[str, ...]
-    """Ids, in order of definition, that it answers for."""
+    """Ids of the models that it serves, in order of definition."""
     key: str
-    """Of the group: that of the cluster's replica."""
+    """Key of its group, which is that of the cluster's replica."""
     number: int
-    """In the group, from 0."""
+    """Number of the replica within the group, from 0."""
     state: str
-    """``waiting`` for room, ``starting``, ``loading``, ``ready``, ``failed``, ``leaving``, or ``unreachable``: placed,
-    and without a link to this server."""
+    """State of the replica: ``waiting`` for room, ``starting``, ``loading``, ``ready``, ``failed``, ``leaving``, or
+    ``unreachable``: placed, but this server is not connected to it."""
     reason: str
-    """Why it is not ready, or not reached although it is, in one sentence; empty: it is, or that is unknown."""
+    """Reason why it is not ready or, if ready, not reached, in one sentence; empty: there is none, or it is unknown."""
     host: str
-    """Name of its host; empty: it is on none."""
+    """Name of its host; empty: it is on no host."""
     address: str
-    """``host:port`` where its worker listens; empty: it does not."""
+    """Address ``host:port`` on which its worker listens; empty: none."""
     pid: int
-    """Of its worker's process; 0: there is none, or no link to it."""
+    """Process id of its worker; 0: there is no worker, or this server is not connected to it."""
     num_starts: int
-    """Workers that were started for it."""
+    """Number of workers that were started for it."""
     num_running: int = 0
-    """Requests of this gateway that are under way there, as all that follows is this gateway's."""
+    """Number of open requests of this gateway at the replica. The following fields count this gateway's requests
+    too."""
     num_cached_blocks: int = 0
-    """KV blocks that it has reported to this gateway as cached."""
+    """Number of KV blocks that it has reported to this gateway as cached."""
     routed: Mapping[str, int] = {}
-    """Requests that it was given since the start, by why: ``session``, ``prefix``, ``load`` or ``turn``."""
+    """Number of requests sent to it since the start, by the reason of the choice: ``session``, ``prefix``, ``load`` or
+    ``turn``."""
     num_retried: int = 0
-    """Of these, those that another replica answered, as its worker was lost before their first token."""
+    """Number of these requests that another replica answered, because the worker was lost before their first token."""
     num_away: int = 0
-    """Times that it was lost, or left its host, after it had been there."""
+    """Number of times that it was lost, or left its host, after it had been available."""
     away_s: float = 0.0
-    """Seconds without it, since it was there first."""
+    """Total time in seconds for which it was unavailable after it had first been available."""
 
     @property
     def group(self) -> str:
-        """The first of its models, by which replicas are named; its key if it has none any more."""
+        """Id of the first of its models, after which replicas are named; the group's key if it has no models any
+        more."""
         return self.models[0] if self.models else self.key
 
     @property
     def name(self) -> str:
-        """Its group and number."""
+        """Name of the replica: group and number."""
         return f"{self.group}#{self.number}"
 
     @property
     def sentence(self) -> str:
-        """Reason why it gets no requests of this gateway; empty: it does, or the reason is unknown."""
+        """Reason why it gets no requests of this gateway; empty: it gets requests, or the reason is unknown."""
         state = "gets no requests" if self.state == "ready" else f"is {self.state}"
         return f"{self.name} {state}: {self.reason}" if self.reason else ""
 
     @property
     def num_routed(self) -> int:
-        """Requests that it was given since the start."""
+        """Number of requests sent to it since the start."""
         return sum(self.routed.values())
 
     @classmethod
@@ -287,14 +293,14 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
         num_running: int = 0,
         num_cached_blocks: int = 0,
     ) -> PlaceSnapshot:
-        """A replica as the owner tells its place, and as this gateway counts its use.
+        """Make the snapshot of a replica from the controller's report and this gateway's counts.
 
         Args:
-            models: ids of those that it answers for.
-            use: what is counted of it; None: nothing yet.
-            now_s: by the clock of `use`.
-            num_running: open requests, by the balancer.
-            num_cached_blocks: contents that it holds, by the balancer.
+            models: ids of the models that it serves.
+            use: counts of its use; None: there are none yet.
+            now_s: time on the clock of `use`.
+            num_running: number of its open requests, from the balancer.
+            num_cached_blocks: number of blocks that it holds, from the balancer.
         """
         counted: dict[str, Any] = {}
         if use is not None:
@@ -323,43 +329,44 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     cluster: str
     backend: str
     entry: str | None
-    """The model that routes; None: none does."""
+    """Id of the model that routes requests; None: there is none."""
     fallback: str | None
     is_replacing: bool
-    """Whether a new manifest is being brought in."""
+    """True while a new manifest is being applied."""
     models: tuple[ModelSnapshot, ...]
-    """In order of definition."""
+    """Models in order of definition."""
     replicas: tuple[ReplicaSnapshot, ...]
     budgets: tuple[BudgetSnapshot, ...]
     sessions: tuple[SessionSnapshot, ...]
-    """Only those that were named by their clients."""
+    """Sessions that their clients named."""
     sessions_live: int
-    """Named sessions, and the ephemeral ones of requests that are being answered."""
+    """Number of sessions: the named ones, and the ephemeral ones of requests in progress."""
     counters: ClusterCounters
     transitions: tuple[TransitionSnapshot, ...]
-    """The latest, oldest first."""
+    """Latest state changes, oldest first."""
     remotes: tuple[RemoteSnapshot, ...] = ()
-    """Of remote models, in order of definition."""
+    """Remote models in order of definition."""
     warnings: tuple[str, ...] = ()
-    """Warnings for the operator while calls are answered, a sentence each."""
+    """Warnings for the operator that do not prevent answers, one sentence each."""
     is_fixed: bool = False
-    """It was made of a command line: models and manifest are not changed over HTTP."""
+    """True if the manifest was built from command-line flags, so that HTTP requests cannot change it or its models."""
     hosts: tuple[HostSnapshot, ...] = ()
-    """By name; none without ``hosts:`` in the manifest, as of places."""
+    """Hosts by name; empty, like `places`, if the manifest has no ``hosts:``."""
     places: tuple[PlaceSnapshot, ...] = ()
     """Replicas on hosts, by group and number."""
     report_age_s: float | None = None
-    """Since the controller's last report on hosts and replicas; None: the manifest has no ``hosts:``."""
+    """Time in seconds since the controller's last report about hosts and replicas; None: the manifest has no
+    ``hosts:``."""
 
     @property
     def reasons(self) -> list[str]:
-        """Reasons why models and replicas cannot answer, a sentence each, without those among the warnings."""
+        """Reasons why models and replicas cannot answer, one sentence each, without those among the warnings."""
         found = [f"{model.id}: {model.reason}" for model in self.models if model.reason]
         return found + [each.sentence for each in self.places if each.sentence not in ("", *self.warnings)]
 
 
 class Replaced(msgspec.Struct, frozen=True):
-    """Result of a manifest's replacement."""
+    """Result of replacing a manifest."""
 
     cluster: str
     added: tuple[str, ...]
@@ -367,19 +374,19 @@ class Replaced(msgspec.Struct, frozen=True):
     changed: tuple[str, ...]
     unchanged: tuple[str, ...]
     num_drained: int
-    """Calls to what is gone that came to their own end."""
+    """Number of calls to removed or changed models that ended normally."""
     num_cut: int
-    """Calls that were ended because draining took too long."""
+    """Number of calls that were aborted because they did not end within the drain time."""
     duration_ms: float
     warnings: tuple[str, ...] = ()
-    """What of its text was taken and should be written otherwise, a sentence each."""
+    """Warnings about settings that are accepted but should be written differently, one sentence each."""
 
 
 def host_named(hosts: Sequence[HostSnapshot], text: str) -> str:
-    """The name of the host that is called so, or else that alone has this address.
+    """Name of the host with this name or, if there is none, with this address.
 
     Raises:
-        HostNotFoundError: there is none, or several have it.
+        HostNotFoundError: no host has the name or address, or several have the address.
     """
     names = [host.name for host in hosts]
     if text in names:

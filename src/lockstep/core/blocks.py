@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 NULL_BLOCK = 0
-"""Never handed out, so that padding may be written there."""
+"""Number of the block that is never handed out, so that padding may be written to it."""
 
 
 class Allocation(NamedTuple):

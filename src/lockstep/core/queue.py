@@ -12,7 +12,7 @@ from lockstep.errors import QueueFullError
 
 _Key = tuple[int, int]
 _Line = tuple[bool, int | str]
-"""Whether its requests are bulk, and their priority or tenant."""
+"""Key of a line: whether its requests are bulk, and their priority or tenant."""
 
 
 class TenantLedger:

@@ -59,7 +59,7 @@ class Request:
     """Id of the first of ``n`` siblings. This one is admissible when the first has committed its prompt or has
     ended."""
     is_bulk: bool = False
-    """True: its prompt yields to prompts of generation requests; see `StepBuilder.keep_back`."""
+    """True if its prompt yields to prompts of generation requests; see `StepBuilder.keep_back`."""
 
 
 class CommandListener(Protocol):

@@ -20,7 +20,7 @@ from lockstep.core.stats import Counters
 from lockstep.core.step import StepPlan
 
 STATE_VERSION: Final = 4
-"""Increases with every change of the types below. States of different versions cannot be compared."""
+"""Version of the types below, increased with every change. States of different versions cannot be compared."""
 
 
 class SavedSequence(NamedTuple):
@@ -38,7 +38,7 @@ class SavedSequence(NamedTuple):
     num_computed: int
     num_known: int
     forced: tuple[tuple[int, int], ...]
-    """(first position, length), ascending."""
+    """Output segments longer than one token, as pairs of first position and length, ascending."""
     table: tuple[int, ...]
     host_table: tuple[int, ...]
     num_published: int
@@ -68,13 +68,13 @@ class KVState(NamedTuple):
     leaving_host: tuple[int, ...]
     """Host blocks that the current step reads, and that are free after it."""
     published: tuple[tuple[int, int], ...]
-    """(block, content), first published first."""
+    """Pairs of block and content, in order of publishing."""
     pins: tuple[tuple[int, int], ...]
-    """(content, number of pins)."""
+    """Pairs of content and number of its pins."""
     moved_out: tuple[int, ...]
     """Ids of sequences that the current step moves to the host, completely or in part."""
     moved_in: tuple[tuple[int, int], ...]
-    """(id, number of blocks that it had on the device before) of the sequences that the current step moves back."""
+    """Sequences that the current step moves back, as pairs of id and number of blocks already on the device before."""
 
 
 class SchedulerState(NamedTuple):
@@ -87,7 +87,7 @@ class SchedulerState(NamedTuple):
     step: int
     """Number of the next plan."""
     decode_clock: int
-    """See `lockstep.core.decode_shares`."""
+    """Clock of the virtual times; see `lockstep.core.decode_shares`."""
     pending: StepPlan | None
     """Plan of the current step; None: there is none."""
     aborting: tuple[tuple[int, FinishReason], ...]
@@ -96,7 +96,7 @@ class SchedulerState(NamedTuple):
     """Unfinished sequences by id."""
     kv: KVState
     served: tuple[tuple[int, int], ...]
-    """(tenant, tokens), longest absent first."""
+    """Pairs of tenant and served tokens, longest absent first."""
     counters: Counters
 
 

@@ -36,11 +36,11 @@ class StepPlan:
     evicted: Final[tuple[int, ...]]
     """Device blocks whose cached content is evicted."""
     swap_out: Final[tuple[tuple[int, int], ...]]
-    """(device block, host block) to copy to host memory."""
+    """Copies to host memory, as pairs of device block and host block."""
     swap_in: Final[tuple[tuple[int, int], ...]]
-    """(host block, device block) to copy back."""
+    """Copies back to the device, as pairs of host block and device block."""
     copies: Final[tuple[tuple[int, int], ...]]
-    """(source device block, destination device block)."""
+    """Copies on the device, as pairs of source block and destination block."""
     seq_ids: Final[tuple[int, ...]]
     starts: Final[tuple[int, ...]]
     lengths: Final[tuple[int, ...]]

@@ -32,7 +32,7 @@ STUB_POOL_BYTES = 1 << 32
 """Pool size of a stub. Its blocks hold no data, but each is counted, so a larger pool would take too long."""
 CORRECT_TEMPLATE = "correct the template, or omit it to use the model's own"
 MAX_PROBE_BLOCKS = 256
-"""Enough for the largest batch of the probe with blocks of 32 tokens."""
+"""Maximum number of blocks for the probe, enough for its largest batch with blocks of 32 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class LoadedModel:
     executor: Executor
     tokenizer: Tokenizer
     grammars: GrammarCompiler
-    """Compiles constraints for this model's vocabulary."""
+    """Compiler of constraints for this model's vocabulary."""
     sampling_defaults: Mapping[str, float | int]
     weights_bytes: int | None = None
     """Memory of the packed weights, including mapped files; None: a stub, which has no weights."""

@@ -74,7 +74,7 @@ class BadWords:
     def __init__(self, runs: Runs) -> None:
         self._single = tuple(run[0] for run in runs if len(run) == 1)
         self._longer: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        """By next-to-last token: the sequence without its last token, and the last token."""
+        """Banned sequences of several tokens, by next-to-last token: pairs of all tokens but the last, and the last."""
         for run in runs:
             if len(run) > 1:
                 self._longer.setdefault(run[-2], []).append((run[:-1], run[-1]))

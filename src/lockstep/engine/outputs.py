@@ -164,7 +164,7 @@ class StepOutputs(NamedTuple):
     """Plan and outputs of one step of an engine."""
 
     plan: StepPlan | None
-    """None: there was nothing to compute."""
+    """Plan of the step; None: there was nothing to compute."""
     outputs: list[TokenOutput]
     """Outputs of every request, with or without a callback, including requests that the step aborted, rejected or ended
     for their deadline."""

@@ -46,7 +46,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     conversation."""
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = Priority.NORMAL
-    """Lower is served first."""
+    """Priority in the queue; a lower number is served first."""
     tenant: str = ""
     """Tenant whose share the request counts against with ``order="fair"``."""
     cache_salt: str = ""
@@ -56,18 +56,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     queue_deadline_s: float | None = None
     """Seconds from submission after which it ends with ``deadline`` if none of its tokens was computed."""
     reasoning: Reasoning | None = None
-    """How reasoning is separated from content; None: everything is content, except in a conversation, which has its own
-    setting. Stop strings apply only to content."""
+    """Reasoning tags that separate reasoning from content; None: everything is content, except in a conversation, which
+    has its own setting. Stop strings apply only to content."""
     pooling: Pooling | Literal["model", "score"] | None = None
-    """Not None: an embedding request, whose answer is one vector of the prompt's hidden states and no text; ``params``
-    is unused. ``model``: the pooling that the model's files describe, else the mean. ``score``: the value of a
-    classifier for a pair of texts, as `engine.scoring` requests it."""
+    """Pooling of an embedding request, whose answer is one vector of the prompt's hidden states and no text, and whose
+    ``params`` are unused; ``model``: the pooling that the model's files describe, else the mean; ``score``: the value of
+    a classifier for a pair of texts, as `engine.scoring` requests it. None: no pooling."""
     logit_ids: tuple[int, ...] = ()
-    """Not empty: the answer is one vector, the logits of these tokens after the prompt, and no text; ``params`` is
+    """Tokens whose logits after the prompt are the answer, as one vector, in place of text; empty: none. ``params`` are
     unused."""
     document: str | None = None
-    """Not None: a request for a score. The prompt is a query, as text, and the answer is the vector from which
-    `engine.scoring` computes how relevant this document is to it."""
+    """Document of a request for a score, whose prompt is a query, as text. The answer is the vector from which
+    `engine.scoring` computes how relevant the document is to it. None: no score."""
     max_document_tokens: int | None = None
     """Number of first tokens that are read of the document, or of the text of an embedding request; None: all."""
     instruction: str | None = None

@@ -39,14 +39,15 @@ class SessionChange(msgspec.Struct, frozen=True, array_like=True):
     owner: str
     session_id: str
     what: Literal["admitted", "kept", "swept"]  # plain: wire value
-    """Its first request was admitted; a request has ended and its blocks are kept; it was evicted from the device."""
+    """Kind of change: the first request of the session was admitted; a request has ended, and its blocks stay on the
+    device; or the session was evicted from the device."""
     num_blocks: int = 0
     """Number of full blocks that it holds now, or, after an eviction, that became free."""
     num_tokens: int = 0
     reason: SweepReason | None = None
     """The reason for an eviction."""
     num_stored_tokens: int = 0
-    """After an eviction: number of its tokens in the KV store."""
+    """Number of its tokens in the KV store after an eviction."""
 
 
 class SessionReport(msgspec.Struct, frozen=True, array_like=True):

@@ -58,7 +58,7 @@ class TooMuchWork(Exception):  # noqa: N818 - it is caught in one place, which r
 
 class _Local(threading.local):
     left: int | None = None
-    """None: no rendering is under way."""
+    """Remaining units of the current rendering; None: no rendering is in progress."""
 
 
 class RenderBudget:

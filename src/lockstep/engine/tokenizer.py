@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 _TAIL_TOKENS = 32
-"""Enough tokens for a tag that is spelled letter by letter, and the blanks after it."""
+"""Number of last prompt tokens that are searched for a tag, enough for one that is spelled letter by letter and the
+blanks after it."""
 _LONG_CHARS = 4_096
-"""Texts longer than this are tokenised with a call that releases the interpreter lock."""
+"""Number of characters above which a text is tokenised with a call that releases the interpreter lock."""
 MAX_COMPOSED = 4
 """Maximum number of characters that a composing normal form of Unicode turns into one: none decomposes into more."""
 _GROWING = frozenset({"Prepend", "NFD", "NFKD", "Lowercase", "ByteLevel"})
@@ -51,7 +52,7 @@ class Tokenizer:
         self.token_bytes: TokenBytes | None = (
             None if rules is None else TokenBytes(parts.tokenizer, rules, self.special_token_ids)
         )
-        """None: the decoder works only on whole token lists."""
+        """Bytes of each token; None: the decoder works only on whole token lists."""
         self._template: ChatTemplate | None = None
         self._guard: SpecialTokenGuard | None = None
 

@@ -230,7 +230,7 @@ class _ChoiceState:
     is_stopped: bool
     forced: tuple[int, ...]
     mask: TokenBits | None = None
-    """None: it was not needed yet."""
+    """Mask of the allowed tokens; None: not computed yet."""
 
 
 def _mask_bytes(vocab_size: int) -> int:

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_COMPILE_S = 5.0
-"""A last resort, since the limits below end a compilation much earlier."""
+"""Time limit of a compilation in seconds. The limits below normally end a compilation much earlier."""
 STACK_BYTES = 128 << 20
-"""Measured: 16 KB per level of nesting. A level takes at least 10 bytes of the source."""
+"""Stack size of compiling threads in bytes. A level of nesting was measured to take 16 KB of the stack, and takes at
+least 10 bytes of the source."""
 NUM_TRIAL_TOKENS = 16
 """Number of tokens for which a new constraint is tried, so that one that explodes is rejected instead of blocking the
 engine."""

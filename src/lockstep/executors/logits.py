@@ -20,7 +20,7 @@ Ids = npt.NDArray[np.int64]
 
 GRID_ROWS = 64
 _MIN_GRID = 4_096
-"""In smaller vocabularies every token is a column, since a grid would cost more than it saves."""
+"""Size of the vocabulary below which every token is a column, since a grid would cost more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)

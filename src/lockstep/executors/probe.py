@@ -27,7 +27,7 @@ _THOROUGH_TOKENS = 75
 _LONG_TOKENS = 600
 """Length of a prompt that needs several chunks of the scheduler's default size."""
 BESIDE_TOKENS = 64
-"""A companion that only prefills restarts after this many tokens."""
+"""Number of tokens after which a companion that only prefills restarts."""
 _NUM_DECODES = 4
 _MOVE_AFTER_DECODES = 2
 Tokens = npt.NDArray[np.int64]

@@ -46,8 +46,8 @@ _HOPELESS = 4.0
 """Ratio of the bars' total height to the certain weight of the head, above which most throws would miss."""
 _MAX_THROWS = 32
 _SMALL_TOP_P = 0.5
-"""With a smaller top_p, tokens that are certainly outside of the nucleus are removed before drawing. Otherwise 1 /
-top_p draws would be needed."""
+"""Value of top_p below which tokens that are certainly outside of the nucleus are removed before drawing. Otherwise
+1 / top_p draws would be needed."""
 _MAX_DRAWS = 4_096
 """At least one draw in 1 / _SMALL_TOP_P is in the nucleus, or about one in GRID_ROWS, so that this many never fail."""
 Rank = tuple[float, int]

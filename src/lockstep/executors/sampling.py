@@ -41,7 +41,7 @@ from lockstep.executors.sampling_params import ResolvedSampling
 _ROOM = 16
 """Initial room for new output tokens in the arrays of a state, which grow by doubling."""
 _FEW_ROWS = 8
-"""Up to this number, reading rows one by one is faster than reading them together."""
+"""Number of rows up to which reading them one by one is faster than reading them together."""
 MAX_SORTED = 256
 """The largest top-k, and the largest number of columns, for which candidates are sorted."""
 

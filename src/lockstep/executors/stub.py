@@ -58,7 +58,7 @@ class StubOptions:
 
     name: str
     field: str = ""
-    """Not empty: the stub is an entry model, which answers ``<field>=<id>``."""
+    """Field of an entry model's answers ``<field>=<id>``; empty: the stub is not an entry model."""
     ids: tuple[str, ...] = ()
     """Ids of the specialists that an entry model may name."""
     step_ms: Annotated[float, Range(0)] = 0.0

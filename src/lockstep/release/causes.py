@@ -92,7 +92,7 @@ _MISMATCHES: Mapping[str, tuple[str, str]] = {
         "compare max_tokens, stop sequences, time limits and context lengths of both sides",
     ),
     "longer-answers": (
-        "go on where the baseline's end",
+        "continue after the end of the baseline's",
         "compare max_tokens, stop sequences and end tokens of both sides",
     ),
     "doubled-tokens": (
@@ -104,7 +104,7 @@ _MISMATCHES: Mapping[str, tuple[str, str]] = {
         "look for a gateway, client or detokenizer that loses events of a stream",
     ),
     "diverging": (
-        "part from the baseline's and go on otherwise",
+        "diverge from the baseline's at some token",
         "run the example requests on both sides alone; compare weights, precision, sampling parameters and seeds",
     ),
 }
@@ -176,7 +176,7 @@ def of_join(evidence: Evidence, _: Bools) -> Cause:
         alone[0] - alone[1]
     ):
         words = f"{total[LeftOutReason.DUPLICATE]:,} records have an id that another one has"
-        action = "let the gateway give each request an id of its own, and keep it on retries"
+        action = "configure the gateway to give each request its own id, and to keep it on retries"
         return Cause("duplicate-id", words, action)
     if total[LeftOutReason.NO_ID] > sum(alone):
         return Cause("no-id", f"{total[LeftOutReason.NO_ID]:,} records have no id")
@@ -188,7 +188,7 @@ def of_join(evidence: Evidence, _: Bools) -> Cause:
             return Cause(f"{lacking}-lost", words, action)
     if not sum(alone):
         return UNKNOWN
-    words = f"{alone[0]:,} and {alone[1]:,} records have ids that the other side does not know"
+    words = f"{alone[0]:,} and {alone[1]:,} records have ids that do not occur on the other side"
     return Cause("unlike-ids", words, "compare the ids of both sides: a gateway may write its own over x-request-id")
 
 

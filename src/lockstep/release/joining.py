@@ -64,7 +64,7 @@ class Unjoined(msgspec.Struct, frozen=True):
     side: Side
     """Side of the records: baseline or candidate."""
     reason: LeftOutReason
-    """Why they are in no pair."""
+    """Reason why these records are in no pair."""
     count: int
     """Number of records."""
     examples: tuple[str, ...]

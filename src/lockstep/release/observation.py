@@ -94,7 +94,7 @@ class Metric(NamedTuple):
     figure: str
     """Name of the 95th percentile in a verdict."""
     unit: str
-    """``ms``, or empty."""
+    """Unit of the metric: ``ms``; empty: it has none."""
     words: str
     """Name of the metric in sentences."""
     signal: str = ""

@@ -1,8 +1,8 @@
 """Flight recordings as observations: each sequence that `lockstep serve --trace` recorded is one request of its side.
 
-A recording is decided again while it is read, so that its figures are those of steps that this version stands for.
-Answers of two recordings compare by their keyed digests if both have a key of one name, and by their tokens if both
-hold contents; otherwise they are evidence of latency only.
+The steps of a recording are decided again while it is read, so that its figures result from decisions of this version.
+Answers of two recordings compare by their keyed digests if the keys have the same name, and by their tokens if both
+recordings have content; otherwise they are evidence of latency only.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from lockstep.worker.flight.entries import Added, Arrival, EngineEntry, OutputDi
 FORMAT = "lockstep recording"
 BACKEND = "lockstep"
 _WEIGHTS = ("artifact", "model")
-"""Entries of an environment that name the weights: those are compared by themselves."""
+"""Entries of an environment that name the weights, which are compared separately."""
 _PRECISION = ("quantize", "kv_cache_precision")
-"""Entries of an environment that say what is computed with the weights: chosen, as the weights are, and not found."""
+"""Entries of an environment that name the precision, which is a setting and therefore not part of the environment's
+digest."""
 _OF_SERVER = re.compile(r"req-[0-9a-f]{32}")
-"""Ids that a server gave because the caller gave none: no other server has them."""
+"""Ids that a server generated for requests without one. They differ between servers."""
 _CONTENT_KEY = b"lockstep gate"
-"""For digests of contents that are recorded anyway."""
+"""Key for digests of contents that the recording contains anyway."""
 _PS_PER_S = 1000 * PS_PER_MS
 _FAILURES = (FinishReason.ERROR, FinishReason.DEADLINE)
 
@@ -54,29 +55,29 @@ class Sameness(Enum):
     """Means by which the answers of two recordings compare."""
 
     DIGESTS = "digests"
-    """Both have digests under a key of one name."""
+    """Both recordings have digests under keys of the same name."""
     CONTENT = "content"
-    """Both hold prompts and answers."""
+    """Both recordings contain prompts and answers."""
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Recordings:
-    """Sides that are recordings, by side, and what is to be reported of them."""
+    """Recordings among the two sides, and remarks about them."""
 
     traces: Mapping[Side, Trace]
     sources: tuple[Source, ...]
     notes: tuple[str, ...]
 
     def decisions(self) -> dict[str, Any] | None:
-        """The differences of what both sides decided; None: only one is a recording."""
+        """Compare the decisions of both sides; None: only one side is a recording."""
         if len(self.traces) < len(SIDES):
             return None
         return decisions_of(*(self.traces[side] for side in SIDES))
 
 
 def is_recording(path: Path) -> bool:
-    """True for a folder, or a file that begins as recordings do."""
+    """True for a folder or file with a recording."""
     try:
         return workloads.is_recording(path)
     except LockstepError:
@@ -84,10 +85,10 @@ def is_recording(path: Path) -> bool:
 
 
 def read_recordings(store: Store, paths: Sequence[Path]) -> Recordings:
-    """Read both sides, one of which is a recording at least, as the views of a store.
+    """Read both sides, at least one of which is a recording, as the views of a store.
 
     Args:
-        paths: of baseline and candidate.
+        paths: paths of baseline and candidate.
 
     Raises:
         EvidenceError: a recording is damaged, of several runs or empty, or the other file cannot be read.
@@ -108,14 +109,14 @@ def read_recordings(store: Store, paths: Sequence[Path]) -> Recordings:
         except TraceError as error:
             raise EvidenceError(f"{path}: {error}") from error
         if not num_rows:
-            raise EvidenceError(f"{path}: no sequence came and ended in this recording")
+            raise EvidenceError(f"{path}: no sequence arrived and ended within this recording")
         sources.append(replace(read(store, rows, side)[0], path=path, format=FORMAT))
         notes += [f"the {side}: {each}" for each in (*map(str, trace.findings), *sequences.notes())]
     return Recordings(traces, tuple(sources), tuple(notes))
 
 
 def sameness_of(traces: Mapping[Side, Trace]) -> tuple[Sameness, list[str]]:
-    """Means by which the answers compare, and what has to be reported of it."""
+    """Choose the means by which the answers compare, with remarks for the report."""
     headers = [trace.header for trace in traces.values()]
     names = [header.key_name for header in headers]
     if len(headers) == len(SIDES) and names[0] and names[0] == names[1]:
@@ -123,11 +124,11 @@ def sameness_of(traces: Mapping[Side, Trace]) -> tuple[Sameness, list[str]]:
     if all(header.has_content for header in headers):
         return Sameness.CONTENT, []
     if len(headers) < len(SIDES):
-        return Sameness.NONE, ["answers were not compared: only one side is a recording, and it holds no contents"]
+        return Sameness.NONE, ["answers were not compared: only one side is a recording, and it has no content"]
     if not all(names):
-        return Sameness.NONE, ["answers were not compared: a recording without digests, such as a replay's, has none"]
+        return Sameness.NONE, ["answers were not compared: a recording has no digests, as it was written by a replay"]
     return Sameness.NONE, [
-        "answers were not compared: the recordings' digests have unlike keys; give both servers the same --trace-key"
+        "answers were not compared: the recordings' digests have different keys; pass one --trace-key to both servers"
     ]
 
 
@@ -147,20 +148,20 @@ def _opened(path: Path) -> Trace:
 
 @dataclass(slots=True)
 class _Observed:
-    """Parts of a sequence's observation that are noted while it is under way."""
+    """Parts of a sequence's observation that are collected while it runs."""
 
     request_id: str | None = None
     prompt: bytes = b""
     parameters: bytes = b""
     num_waiting: int = 0
-    """Others that waited when it came."""
+    """Number of other requests that waited when it arrived."""
     num_held_blocks: int | None = None
-    """By all, after the step of its first token; likewise the next."""
+    """Number of held blocks of the pool after the step of its first token. `num_blocks` has all blocks at that time."""
     num_blocks: int | None = None
 
 
 class _Sequences:
-    """The sequences of one recording, while it is played."""
+    """Sequences of one recording, collected while it is played."""
 
     def __init__(self, trace: Trace, sameness: Sameness, has_tokens: bool) -> None:
         self._trace = trace
@@ -173,14 +174,14 @@ class _Sequences:
         self._num_untimed = 0
         self._sequences = PlayedSequences(with_tokens=True)
         self._observed: dict[tuple[int, int], _Observed] = {}
-        """By engine and sequence: those of which there is no observation yet."""
-        self._times_asked: Counter[str] = Counter()
+        """Sequences without an observation so far, by engine and sequence id."""
+        self._num_requests: Counter[str] = Counter()
 
     def observations(self) -> Iterator[dict[str, Any]]:
-        """One for each sequence that came and ended.
+        """Yield the observation of each sequence that arrived and ended within the recording.
 
         Raises:
-            TraceError: the recording cannot be read on.
+            TraceError: the recording cannot be read to its end.
         """
         try:
             for event in self._playback.play():
@@ -191,27 +192,28 @@ class _Sequences:
             yield from self._without_times()
 
     def _without_times(self) -> Iterator[dict[str, Any]]:
-        """Sequences that ended where this version decides otherwise: their answers are evidence all the same."""
-        under_way = self._sequences.open
-        for key in [key for key, each in under_way.items() if each.end is not None]:
-            yield self._observation(under_way.pop(key), has_times=False)
+        """Observations of sequences that ended after this version's decisions diverged; their answers are still
+        evidence."""
+        running = self._sequences.open
+        for key in [key for key, each in running.items() if each.end is not None]:
+            yield self._observation(running.pop(key), has_times=False)
         for entry in self._entries:
             deque(self._take(entry), maxlen=0)
-            if isinstance(entry, OutputDigest) and (entry.engine, entry.seq_id) in under_way:
-                yield self._observation(under_way.pop((entry.engine, entry.seq_id)), has_times=False)
+            if isinstance(entry, OutputDigest) and (entry.engine, entry.seq_id) in running:
+                yield self._observation(running.pop((entry.engine, entry.seq_id)), has_times=False)
 
     def notes(self) -> Iterator[str]:
-        """Remarks on what is not among the observations, once they are read."""
+        """Remarks on sequences without observations. Complete after `observations`."""
         if self._diverged is not None:
             yield (
-                f"this version decides otherwise than was recorded from step {self._diverged.step} of engine "
-                f"{self._diverged.engine} on ({self._diverged.what}); {self._num_untimed:,} answers are without times"
+                f"this version's decisions differ from the recording from step {self._diverged.step} of engine "
+                f"{self._diverged.engine} on ({self._diverged.what}); {self._num_untimed:,} answers have no times"
             )
         elif self._sequences.open:
-            yield f"{len(self._sequences.open):,} sequences were under way when the recording ended, and are left out"
+            yield f"{len(self._sequences.open):,} sequences were left out because the recording ended before they did"
 
     def _take(self, event: Event) -> Iterator[PlayedSequence]:
-        """Go on by one event; the sequences that ended with it."""
+        """Process an event, and yield the sequences that it ended."""
         match event:
             case Added():
                 self._observed[event.engine, event.seq_id] = _Observed()
@@ -254,12 +256,12 @@ class _Sequences:
         self._number(observed)
 
     def _number(self, observed: _Observed) -> None:
-        """Give a request the caller's id, or one of its content, with a number from the second equal one on."""
+        """Give a request the caller's id or one made from its content, with a number from the second equal id on."""
         name = observed.request_id or ""
         if observed.prompt and (not name or _OF_SERVER.fullmatch(name)):
             name = f"{observed.prompt.hex()}{observed.parameters.hex()}"
-        self._times_asked[name] += 1
-        number = self._times_asked[name]
+        self._num_requests[name] += 1
+        number = self._num_requests[name]
         observed.request_id = (name if number == 1 else f"{name}#{number}") if name else None
 
     def _step(self, step: DecidedStep) -> None:
@@ -273,7 +275,7 @@ class _Sequences:
                 observed.num_held_blocks, observed.num_blocks = stats.num_held_blocks, stats.num_blocks
 
     def _observation(self, sequence: PlayedSequence, *, has_times: bool = True) -> dict[str, Any]:
-        """The observation of a sequence that has ended."""
+        """Make the observation of a sequence that has ended."""
         engine, outcome, seq_id, end = sequence.engine, sequence.outcome, sequence.added.seq_id, sequence.end
         observed = self._observed.pop((engine.number, seq_id))
         digest, seed = (sequence.first or sequence).digest, _seed_of(sequence)
@@ -298,7 +300,7 @@ class _Sequences:
             "error": failure,
         }
         is_whole = end is None or end.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if end is not None and is_whole:  # an answer that its client cut short has no material, no length and no times
+        if end is not None and is_whole:  # an aborted answer has no material, no length and no times
             row["output_tokens"] = end.num_tokens
             if self._sameness is Sameness.DIGESTS:
                 row["fingerprint"] = end.output.hex()
@@ -321,7 +323,7 @@ class _Sequences:
 
 
 def _seed_of(sequence: PlayedSequence) -> int | None:
-    """The seed with which a sequence draws; None: it draws nothing, or it is not known."""
+    """Seed of a sequence's samples; None: it does not use one, or the seed is unknown."""
     if sequence.first is not None:
         seed = _seed_of(sequence.first)
         return None if seed is None else seed + sequence.index
@@ -336,16 +338,16 @@ def _gaps_ms(sequence: PlayedSequence) -> list[float]:
 
 
 def _environment_of(engine: EngineEntry) -> str:
-    """Digest of the software that the bits of an answer depend on, which are the same on every machine."""
+    """Digest of the software that affects the bits of an answer, equal on all machines."""
     chosen = (*_WEIGHTS, *_PRECISION)
     return environment_digest({name: value for name, value in engine.environment.items() if name not in chosen})
 
 
 def _precision_of(engine: EngineEntry) -> str | None:
-    """The precision that was chosen, in words; None: the engine has none."""
+    """Chosen precision in words; None: the engine has none."""
     return ", ".join(f"{name} {engine.environment[name]}" for name in _PRECISION if name in engine.environment) or None
 
 
 def _signed(seed: int) -> int:
-    """The seed as 64 bits with a sign, which is how a column holds it."""
+    """Seed as a signed number of 64 bits, the type of its column."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -242,6 +242,6 @@ def undefined_sameness(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
     if policy.outputs is None and unlike:
         yield hold(
             "outputs-policy",
-            f"{' and '.join(unlike)} of the sides differ, so the policy has to say what sameness of outputs "
-            "means: exact, numeric, agreement(FIELD) or ignore",
+            f"{' and '.join(unlike)} of the sides differ, so the policy must set outputs to exact, numeric, "
+            "agreement(FIELD) or ignore",
         )

@@ -63,11 +63,11 @@ KINDS: Mapping[str, Kind] = {
         causes.of_errors,
         lambda it: (np.ones(len(it.pairs), np.bool_), it.pairs.ok[0] & ~it.pairs.ok[1]),
     ),
-    "outputs-policy": Kind("release", "say in the policy what sameness of outputs means"),
+    "outputs-policy": Kind("release", "set outputs in the policy to exact, numeric, agreement(FIELD) or ignore"),
     "no-output-evidence": Kind(
         "mirroring",
-        "keep token ids of answers on both sides, of recordings give both servers the same --trace-key; or say "
-        "outputs: ignore",
+        "record token ids of answers on both sides, for recordings with one --trace-key for both servers; or set "
+        "outputs: ignore in the policy",
         causes.of_comparable,
     ),
     "kv-pressure": Kind("capacity", "compare KV pool sizes, context limits and prefix caching", causes.of_pressure),
@@ -78,7 +78,7 @@ KINDS: Mapping[str, Kind] = {
         "compare queue depth and time to the first token; replay the load on both settings",
         causes.of_latency,
     ),
-    "latency-tail": Kind("scheduling", "look at the slowest pairs: what ran beside them", causes.of_latency),
+    "latency-tail": Kind("scheduling", "find out what ran at the same time as the slowest pairs", causes.of_latency),
     "output-length": Kind(
         "model or kernels", "compare max_tokens, stop sequences, end tokens and templates of both sides"
     ),

@@ -48,7 +48,7 @@ class Choice:
     is_silent: bool = False
     """Whether generated output is hidden. A request about its prompt only still has to generate one token."""
     num_prompt_tokens: int = 0
-    """0: not known yet."""
+    """Number of prompt tokens; 0: not known yet."""
     num_tokens: int = 0
     calls: list[CallDelta] = field(default_factory=list)
     """New output of calls. The next two fields are new log-probabilities and token ids."""

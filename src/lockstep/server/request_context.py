@@ -64,7 +64,8 @@ class RequestTotals:
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Only of finished prompts: the last output of a call reports it."""
+    """Number of prompt tokens from the prefix cache. The last output of a call reports it, so only finished prompts
+    count."""
     num_output_tokens: int = 0
     num_answered: int = 0
     """Number of prompts whose answers are complete. The times below are theirs."""

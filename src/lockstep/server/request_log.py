@@ -1,7 +1,7 @@
-"""`GET /v1/requests`: requests to models that are being answered, and the latest that have ended.
+"""`GET /v1/requests`: requests to models that are in progress, and the latest that have ended.
 
-Nothing of a prompt, an answer or a key is in it: names, counts and times. What has ended is kept as a small row, and as
-many as `MAX_ENDED`; open requests are read from their contexts on demand.
+The rows contain names, counts and times, but no content of prompts or answers, and no keys. Ended requests are kept as
+small rows, up to `MAX_ENDED`. Rows of open requests are made from their contexts on demand.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from lockstep.worker import progress
 from lockstep.worker.progress import Wait
 
 MAX_ENDED = 512
-"""Requests that are remembered after their end."""
+"""Number of ended requests that are kept."""
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 4_096
-"""More than are ever open and remembered."""
+"""Maximum of `limit`, more than the number of open and kept requests."""
 MAX_SHOWN_HOPS = 8
-"""Of one request; one with many prompts has some for each."""
+"""Maximum number of hops per row. A request with many prompts has several for each."""
 MAX_SHOWN_CHARS = 128
-"""Of a name that a client chose."""
+"""Maximum number of characters of a name that a client chose."""
 MAX_NUMBER = 2**53 - 1
-"""What a JSON number holds exactly."""
+"""Largest integer that JSON numbers represent exactly."""
 KINDS: Mapping[str, Kind] = {
     progress.LOADING: "model_loading",
     progress.PLACE: "session",
@@ -62,15 +62,15 @@ KINDS: Mapping[str, Kind] = {
     Limit.SIBLING.name: "sibling",
     Limit.VICTIM.name: "lost_blocks",
 }
-"""By what a wait's reason is called where it is found."""
+"""Kind of a wait by the name of its reason where it is detected."""
 REFUSED = (401, 403)
-"""Statuses of callers who are not let in, and are therefore not remembered."""
+"""Statuses of callers that were rejected. Their requests are not kept."""
 
 router = APIRouter(prefix="/v1", tags=["cluster"], responses=ERROR_RESPONSES)
 
 
 class RequestLog:
-    """Requests that are open, and the latest that have ended. Event loop only."""
+    """Open requests, and the latest that have ended. Used on the event loop only."""
 
     def __init__(self, max_ended: int = MAX_ENDED) -> None:
         self._numbers = itertools.count(1)
@@ -78,26 +78,26 @@ class RequestLog:
         self._ended: deque[RequestRow] = deque(maxlen=max_ended)
 
     def begin(self, context: RequestContext) -> None:
-        """A request has come."""
+        """Add a request."""
         if context.method == "POST" and context.endpoint in OPERATIONS:
             context.number = next(self._numbers)
             self._open[context.number] = context
 
     def end(self, context: RequestContext, duration_s: float) -> None:
-        """A request has ended, after so many seconds."""
+        """Record the end of a request."""
         if self._open.pop(context.number, None) is None or context.status in REFUSED:
             return
         self._ended.append(row_of(context, duration_s, is_ended=True))
 
     def rows(self) -> Iterator[RequestRow]:
-        """All that are known, in no order."""
+        """Yield the rows of all known requests, in no order."""
         now_s = time.monotonic()
         yield from (row_of(context, now_s - context.started_s) for context in self._open.values())
         yield from self._ended
 
 
 def row_of(context: RequestContext, duration_s: float, *, is_ended: bool = False) -> RequestRow:
-    """A request as it is now, or as it ended."""
+    """Make the row of a request as it is now, or as it ended."""
     totals = context.totals if context.count is None or is_ended else context.count()
     first_s = None if context.first_token_s is None else context.first_token_s - context.started_s
     answering_s = duration_s - first_s if first_s is not None else 0.0
@@ -136,14 +136,14 @@ def row_of(context: RequestContext, duration_s: float, *, is_ended: bool = False
 
 
 def waits_of(found: Iterable[Wait], arrival_s: float) -> Iterator[RequestWait]:
-    """Reasons in words, one for each kind at each model: the last one reported."""
+    """Yield wait reasons in words, one for each kind and model: the last one reported."""
     kept: dict[tuple[str, Kind], tuple[str, float, float]] = {}
     for wait in found:
         kind, words = KINDS.get(wait.reason.limit), _words(wait)
         if kind is None or not words:
             continue
         before, first_s, last_s = kept.get((wait.model, kind), (words, wait.first_s, wait.last_s))
-        latest = words if wait.last_s > last_s + MIN_INTERVAL_S / 2 else before  # of one moment the first
+        latest = words if wait.last_s > last_s + MIN_INTERVAL_S / 2 else before  # the first one of a moment
         kept[wait.model, kind] = (latest, min(first_s, wait.first_s), max(last_s, wait.last_s))
     for (model, kind), (words, first_s, last_s) in kept.items():
         yield RequestWait(model, kind, words, _ms(max(0.0, first_s - arrival_s)), _ms(last_s - first_s))
@@ -167,12 +167,12 @@ def _words(wait: Wait) -> str:
 
 
 def _others(count: int) -> str:
-    """Other requests, which are not for everybody to know by name."""
+    """Describe other requests without their ids, which the caller may not see."""
     return "another request" if count == 1 else f"{count} other requests"
 
 
 def plain(text: str) -> str:
-    """A name that a client chose, short and without what does not print."""
+    """Shorten a name that a client chose, and replace characters that do not print."""
     return printable(text[:MAX_SHOWN_CHARS])
 
 
@@ -187,13 +187,14 @@ def chosen(
     after: int = 0,
     limit: int = DEFAULT_LIMIT,
 ) -> list[RequestRow]:
-    """The newest of those that are requested, newest first.
+    """Select rows, newest first.
 
     Args:
-        caller: only its requests; None: all.
-        model: that answered, or was called before.
-        states: empty: any.
-        after: number of a request; only those that came after it.
+        caller: name of the API key whose requests are selected; None: all requests.
+        model: model that answered, or was called before; None: any.
+        states: selected states; empty: all.
+        after: number of a request; only later requests are selected.
+        limit: maximum number of rows.
     """
     session = None if session_id is None else plain(session_id)
     found = [
@@ -214,16 +215,16 @@ def chosen(
 async def list_requests(
     request: Request,
     model: Annotated[
-        str | None, Query(max_length=256, description="Model that answered, or was called before.")
+        str | None, Query(max_length=256, description="Only requests for which this model was called.")
     ] = None,
-    session_id: Annotated[str | None, Query(max_length=256, description="Of this conversation.")] = None,
-    status: Annotated[int | None, Query(ge=100, le=599, description="Ended with this status.")] = None,
-    state: Annotated[list[State] | None, Query(description="In this state; may be repeated.")] = None,
-    after: Annotated[int, Query(ge=0, le=MAX_NUMBER, description="Came after the request of this number.")] = 0,
+    session_id: Annotated[str | None, Query(max_length=256, description="Only requests of this session.")] = None,
+    status: Annotated[int | None, Query(ge=100, le=599, description="Only requests with this final status.")] = None,
+    state: Annotated[list[State] | None, Query(description="Only requests in this state. Can be repeated.")] = None,
+    after: Annotated[int, Query(ge=0, le=MAX_NUMBER, description="Only requests after the one with this number.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Maximum number of entries.")] = DEFAULT_LIMIT,
 ) -> Response:
-    """Requests to models that are being answered, and the latest that have ended: times, tokens and routes, newest
-    first. A key sees its own; an admin key everybody's, and where there are no keys, everybody does."""
+    """Requests to models that are in progress, and the latest that have ended: times, tokens and routes, newest first.
+    A key sees its own requests. An admin key sees all requests, as does every caller of a server without keys."""
     tenant, log = context_of(request).tenant, request.app.state.request_log
     rows = chosen(
         log.rows(),

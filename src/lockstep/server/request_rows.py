@@ -1,4 +1,4 @@
-"""Rows of `GET /v1/requests`: plain values, which the server fills in and its clients decode."""
+"""Rows of `GET /v1/requests`: plain values, which the server creates and its clients decode."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class RequestHop(msgspec.Struct, frozen=True):
 
     model: str
     intent: str | None
-    """The value that the rule read from its answer; null: none of the rule's values."""
+    """Value that the rule read from the model's answer; null: none of the rule's values."""
     target: str | None
-    """The model that answers next; null: the hop's own answer stood."""
+    """Model that answers next; null: the hop's own answer is returned."""
     latency_ms: float
 
 
 class RequestWait(msgspec.Struct, frozen=True):
-    """A reason for which the request was passed over, as the planner reported it."""
+    """A reason for which the request was passed over, as reported by the planner."""
 
     model: str
     kind: Kind
     reason: str
-    """The latest of its kind, in words."""
+    """Latest reason of its kind, as a sentence."""
     at_ms: float
-    """From the arrival to its first report."""
+    """Time in milliseconds from the request's arrival to the first report of the reason."""
     seen_ms: float
-    """From the first report to the last; reasons are sampled."""
+    """Time in milliseconds from the first to the last report of the reason. Reasons are sampled."""
 
 
 class RequestReplay(msgspec.Struct, frozen=True):
@@ -54,55 +54,56 @@ class RequestReplay(msgspec.Struct, frozen=True):
     """Name of the engine in the recording."""
     sequence: int
     step: int
-    """In which something of it was computed first."""
+    """Number of the step in which the computation of the sequence began."""
     command: str | None
-    """Only for operators, since it names a folder of the server."""
+    """Command that explains the decisions about the sequence; null for callers other than operators, since it contains
+    the path of a folder of the server."""
 
 
 class RequestRow(msgspec.Struct, frozen=True):
-    """One request, over all of its prompts. What is null is not known, not yet, or does not apply."""
+    """One request, over all of its prompts. Null fields are unknown, not known yet, or do not apply."""
 
     number: int
-    """By arrival, from 1; what `after` takes."""
+    """Sequence number by arrival, from 1; the value for `after`."""
     id: str
-    """Its `x-request-id`."""
+    """Id of the request, from `x-request-id` or generated."""
     endpoint: str
     model: str | None
-    """Who answers."""
+    """Model that answers; null: not known yet."""
     hops: tuple[RequestHop, ...]
     """Models that were called before, in order."""
     session_id: str | None
     caller: str
-    """Name of the API key that was used; never the key."""
+    """Name of the API key that was used, never the key itself."""
     priority: int | None
     stream: bool
     state: State
-    """`waiting` until something of it is computed."""
+    """State of the request; `waiting` until its computation begins."""
     status: int | None
-    """Of the HTTP answer, or of the error in its stream; 499: the client left."""
+    """Status of the HTTP response, or of the error in its stream; 499: the client disconnected."""
     error: str | None
-    """Code of the error that it ended with."""
+    """Code of the error that ended the request; null: no error."""
     finish_reasons: tuple[str, ...]
-    """Of its choices, each reason once."""
+    """Finish reasons of its choices, each once."""
     at_s: float
-    """Arrival, in Unix time."""
+    """Arrival in Unix time."""
     waited_ms: float | None
-    """From its arrival to the first step that computed something of it."""
+    """Time in milliseconds from the arrival to the first step of its computation; null: it has not begun."""
     ttft_ms: float | None
-    """From its arrival to its first token."""
+    """Time in milliseconds from the arrival to the first output token; null: there is none."""
     total_ms: float
-    """From its arrival to its end, or so far."""
+    """Time in milliseconds from the arrival to the end, or to now."""
     tokens_per_second: float | None
-    """Those after the first token, by the time since then; null until there is one."""
+    """Rate of output tokens after the first one; null until there is one."""
     prompt_tokens: int
     cached_tokens: int
-    """Of prompts that were answered."""
+    """Number of prompt tokens that came from the prefix cache, of answered prompts."""
     output_tokens: int
     preemptions: int
     waits: tuple[RequestWait, ...]
-    """Why it waited, in the order in which the reasons were met."""
+    """Reasons why the request waited, in the order of their first reports."""
     replay: tuple[RequestReplay, ...]
-    """Where the server records its steps."""
+    """Places of the request's sequences in the recording; empty if the server records no steps."""
 
 
 class RequestList(msgspec.Struct, frozen=True):

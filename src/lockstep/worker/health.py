@@ -13,28 +13,29 @@ ASK_INTERVAL_S = 1.0
 """Interval of health checks of a worker. Silence is counted in checks instead of by a clock, because there are no
 checks while the machine is suspended or this process is stopped."""
 MAX_SILENCE_S = 60.0
-"""A healthy worker answers within 0.3 s during steps and 1.2 s while grammars compile, on two cores shared with fifteen
-others."""
+"""Default of `HealthLimits.silence_s`. A healthy worker answers within 0.3 s during steps and 1.2 s while grammars
+compile, on two cores shared with fifteen others."""
 MAX_LOAD_SILENCE_S = 600.0
-"""Packing weights holds the interpreter lock in native code, for longer the larger they are."""
+"""Default of `HealthLimits.load_s`. Packing weights holds the interpreter lock in native code, for a time that grows
+with their size."""
 MAX_STEP_S = 600.0
-"""After this time most clients have given up."""
+"""Time limit of a step in seconds, after which most clients have disconnected."""
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
 MAX_LINK_DELAY_S = 1.0
-"""Used for links to a worker of another process, which are cheap to retry."""
+"""Maximum delay in seconds before a link to a worker of another process is retried. Such retries are cheap."""
 HEALTHY_S = 60.0
-"""After serving for this time, a worker's end is independent of the failures before."""
+"""Time of serving in seconds after which the end of a worker is independent of earlier failures."""
 PROCESS_START_S = 1.0
-"""Approximate time that a worker needs before it can load."""
+"""Approximate time in seconds from the start of a worker until it can load."""
 MIN_RETRY_AFTER_S = 1.0
 MAX_DOUBLINGS = 16
-"""Limit for any back-off; the maximum delay is always reached earlier."""
+"""Maximum number of doublings of a delay; the maximum delay is always reached earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """Limits beyond which a worker is in trouble or hangs."""
+    """Limits beyond which a worker is unhealthy or hangs."""
 
     step_s: float = 30.0
     """Maximum time in seconds without a completed step while requests wait. Beyond it, no requests are sent to the

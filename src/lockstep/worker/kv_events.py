@@ -55,7 +55,7 @@ class KVEventsOptions(msgspec.Struct, frozen=True):
 
     endpoint: str
     replay: str = ""
-    """Empty: missed batches cannot be replayed."""
+    """ZeroMQ endpoint at which missed batches can be requested; empty: they cannot be replayed."""
     topic: str = MODEL
     max_queued: int = 10_000
     """Maximum number of batches that wait to be sent. Further ones are lost, and their numbers are missing."""

@@ -126,7 +126,7 @@ class WorkerLifecycle:
         """Replicas in the order of their commands, which is the order of execution. Replicas that are gone are
         removed."""
         self.link: Link | None = None
-        """None: there is no worker now."""
+        """Link to the present worker; None: there is none."""
         self.pulse = Pulse(options.health, self.now_s())
         self._first_id = 0
         """First id for our queries to the present worker."""

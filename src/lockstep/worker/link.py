@@ -108,7 +108,7 @@ class WorkerOptions:
     trace: TraceOptions | None = None
     """Options of the recording; None: nothing is recorded."""
     kv_events: KVEventsOptions | None = None
-    """Where KV events are published; None: nowhere."""
+    """Endpoints of KV events; None: they are not published."""
     stream_interval_s: float = 0.0
     """Minimum interval between wake-ups of a stream's reader. Outputs within it are delivered together, but first
     tokens and ends come at once."""

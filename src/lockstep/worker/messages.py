@@ -29,7 +29,8 @@ IDS_PER_CLIENT = 1 << 40
 """Size of the id range of one network link. The ids of the n-th link start at n times this value, so an id identifies
 its link."""
 DEFAULT_TRIAL_LIMIT_S = 1800.0
-"""A trial reads, builds and compiles the model, which takes minutes for large models or on slow disks."""
+"""Default time limit of a trial in seconds. A trial reads, builds and compiles the model, which takes minutes for large
+models or on slow disks."""
 
 
 class TrialOptions(msgspec.Struct, frozen=True, array_like=True):
@@ -79,9 +80,9 @@ class Sweep(_Part, frozen=True):
 
     replica: str
     session_id: str | None = None
-    """None: every session."""
+    """Id of the selected sessions; None: all ids."""
     owner: str | None = None
-    """None: the sessions of every owner."""
+    """Owner of the selected sessions; None: all owners."""
 
 
 class EndSession(_Part, frozen=True):

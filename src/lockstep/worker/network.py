@@ -55,7 +55,7 @@ class NetworkLink(asyncio.Protocol):
         self._handshake: GatewayHandshake | None = GatewayHandshake(
             secret, __version__, secrets.token_bytes(NONCE_BYTES)
         )
-        """None: the handshake is done."""
+        """Handshake of the connection; None: it is complete."""
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reader = FrameReader()

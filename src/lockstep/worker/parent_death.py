@@ -9,7 +9,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-"""Value from linux/prctl.h."""
+"""Number of the prctl option that sets the parent-death signal, from linux/prctl.h."""
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -27,7 +27,8 @@ from lockstep.worker.wire import command_decoder, command_encoder, event_decoder
 
 COMMAND = (sys.executable, "-P", "-m", "lockstep.worker.preflight")
 TRUSTED = (STUB_SCHEME, "pocket://")
-"""A stub runs no native code, and the embedded model is tested with every release."""
+"""Prefixes of sources that need no trial: a stub runs no native code, and the embedded model is tested with every
+release."""
 MAX_RECORDS = 4096
 """Maximum number of records, each an empty file. When it is reached, all are deleted."""
 _MAX_SHOWN_CHARS = 400

@@ -56,10 +56,10 @@ class ListenOptions(msgspec.Struct, frozen=True):
 
     host: str
     port: int
-    """0: any free port."""
+    """Port to listen on; 0: any free port."""
     secret_file: str
     tls_cert: str = ""
-    """Empty: no TLS."""
+    """Path of a PEM file with the certificate; empty: no TLS."""
     tls_key: str = ""
     allows_plain: bool = False
     """Whether prompts may be sent unencrypted to other machines."""
@@ -226,7 +226,7 @@ class RemoteClient(asyncio.Protocol):
         self._handshake: WorkerHandshake | None = WorkerHandshake(
             clients.secret, __version__, secrets.token_bytes(NONCE_BYTES)
         )
-        """None: the handshake is done."""
+        """Handshake of the connection; None: it is complete."""
         self._number = 0
         self._reader = FrameReader()
         self._decoder = command_decoder()

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
-"""Called by several threads; must not block."""
+"""Function that receives the events. Several threads call it, so it must not block."""
 Order = Unload | Ask | Observation
 """Commands that the step thread executes between two steps."""
 IDLE_WAIT_S = 1.0
@@ -323,7 +323,7 @@ class StepSampler:
     def __init__(self) -> None:
         self._interval_s = math.inf
         self._last: dict[str, tuple[float, int]] = {}
-        """By replica: time of the last report, and the number of unreported steps since."""
+        """Time of the last report and number of steps since then, by replica."""
 
     def watch(self, max_per_s: float) -> None:
         """Report at most this many steps of each replica per second; 0: none."""

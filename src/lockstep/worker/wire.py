@@ -25,7 +25,7 @@ from lockstep.worker.messages import Command, Event, Refused, Submit
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 30
-"""The largest messages are vocabularies (megabytes) and long prompts."""
+"""Maximum size of a message in bytes. The largest ones are vocabularies (megabytes) and long prompts."""
 _PLAIN = (str, int, float, bool, type(None))
 _ERRORS = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, LockstepError)

@@ -35,7 +35,7 @@ def filled(hub: StandIn, tmp_path: Path) -> StandIn:
     return hub
 
 
-def test_what_can_be_served_is_listed_by_the_name_that_runs_it(filled: StandIn) -> None:
+def test_cached_models_are_listed_by_their_source_names(filled: StandIn) -> None:
     models = cached_models()
     assert [(model.source.partition("@")[0], model.format) for model in models] == [
         ("hf://acme/q#t-Q4_0.gguf", "gguf"),
@@ -59,7 +59,7 @@ def test_removing_a_repository_leaves_nothing_of_it(filled: StandIn) -> None:
     assert {model.format for model in cached_models()} == {"gguf"}
 
 
-def test_removing_a_revision_keeps_what_the_other_needs(filled: StandIn) -> None:
+def test_removing_a_revision_keeps_files_of_the_other(filled: StandIn) -> None:
     old = next(model for model in cached_models() if model.revision != "main" and model.format == "safetensors")
     strategy = plan_removal(parse_hub_source(old.source))
     assert strategy.expected_freed_size < 1000
@@ -80,7 +80,7 @@ def test_removing_one_file_keeps_a_content_that_another_name_needs(filled: Stand
 
 
 @pytest.mark.parametrize("source", ["acme/none", "acme/tiny@v9", "acme/q#Q2_K", "acme/tiny#a.gguf"])
-def test_what_is_not_there_cannot_be_removed(filled: StandIn, source: str) -> None:
+def test_removing_an_uncached_model_fails(filled: StandIn, source: str) -> None:
     with pytest.raises(ArtifactNotFoundError, match="the cache"):
         plan_removal(parse_hub_source(source))
 

@@ -58,7 +58,7 @@ def test_a_directory_opens_from_the_hub_and_then_without_it(hub: StandIn, tiny: 
     assert again.load_tokenizer().chat_template
 
 
-def test_only_what_is_needed_is_fetched(hub: StandIn, tiny: Repo, models: Path) -> None:
+def test_only_needed_files_are_downloaded(hub: StandIn, tiny: Repo, models: Path) -> None:
     junk = ("pytorch_model.bin", "onnx/model.onnx", "original/model.safetensors", "consolidated.safetensors", "a.md")
     tiny.files |= dict.fromkeys(junk, b"x")
     assert names(pull(TINY, silent)) == [
@@ -77,7 +77,7 @@ def test_only_what_is_needed_is_fetched(hub: StandIn, tiny: Repo, models: Path) 
     ]
 
 
-def test_a_second_pull_transfers_nothing_and_a_new_commit_only_what_changed(hub: StandIn, tiny: Repo) -> None:
+def test_second_pull_downloads_nothing_and_a_new_commit_only_changed_files(hub: StandIn, tiny: Repo) -> None:
     first = pull(TINY, silent)
     sent, asked = hub.sent_bytes, len(hub.requests)
     assert pull(TINY, silent) == first
@@ -101,7 +101,7 @@ def test_a_broken_connection_goes_on_where_it_stopped(hub: StandIn, tiny: Repo) 
 
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
-def test_what_an_earlier_process_left_is_completed(hub: StandIn, tiny: Repo, ignores_ranges: bool) -> None:
+def test_incomplete_download_of_an_earlier_process_is_completed(hub: StandIn, tiny: Repo, ignores_ranges: bool) -> None:
     data = tiny.files["model.safetensors"]
     path = pull(TINY, silent)
     blob = (path / "model.safetensors").resolve()
@@ -136,7 +136,7 @@ def test_an_interrupted_update_leaves_the_old_revision_in_use(hub: StandIn, tiny
     assert local_path(TINY, silent) == old
 
 
-def test_what_cannot_be_served_is_refused_before_its_weights_come(hub: StandIn, tiny: Repo) -> None:
+def test_unsupported_model_is_rejected_before_its_weights_are_downloaded(hub: StandIn, tiny: Repo) -> None:
     tiny.files["config.json"] = b'{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}'
     with pytest.raises(UnsupportedArtifactError, match="Mamba"):
         pull(TINY, silent)

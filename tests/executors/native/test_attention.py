@@ -123,7 +123,9 @@ def test_it_is_right_and_alike_with_every_instruction_set(isas: list[Elements], 
 
 
 @pytest.mark.parametrize("heads", [USUAL[0], UNUSUAL[0], UNUSUAL[4]], ids=str)
-def test_a_row_has_its_bits_alone_in_a_prompt_and_however_work_is_shared(best: Elements, heads: Heads) -> None:
+def test_row_has_the_same_bits_alone_in_a_prompt_and_with_any_distribution_of_work(
+    best: Elements, heads: Heads
+) -> None:
     """With many threads a row's segments are separate items; here the last item comes first."""
     length = 300
     whole = random_chunk(np.random.default_rng(3), heads, length, table_for(length))

@@ -50,7 +50,7 @@ def test_a_weight_or_scale_that_is_not_finite_is_named(encoding: str, value: flo
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("encoding", FLOATS)
-def test_so_is_one_that_would_be_quantised(encoding: str, quantize: str) -> None:
+def test_weight_that_is_not_finite_is_rejected_when_quantised(encoding: str, quantize: str) -> None:
     artifact = random_artifact(encoding=encoding)
     nan = np.array(0x7FC0, np.uint16) if encoding == "BF16" else np.nan
     wrong = with_tensor(artifact, spoilt(artifact.weights[NAME], lambda data: data.__setitem__((3, 5), nan)))

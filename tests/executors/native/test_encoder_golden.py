@@ -1,6 +1,6 @@
-"""Encoders compute what transformers computes, and both file formats hold the same model.
+"""Encoders compute what transformers and llama.cpp compute, and both file formats hold the same model.
 
-tools/golden/encoders_transformers.py is the script that asked transformers.
+tools/golden/encoders_transformers.py and encoders_llama_cpp.py are the scripts that asked them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from tools.golden.encoder_cases import LENGTHS, pooled, text
 from tools.random_encoders import ENCODERS
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "encoders_transformers.npz"
+LLAMA_CPP = GOLDEN.with_name("encoders_llama_cpp.npz")
+GELU_TABLE = 3e-3
+"""Relative error where llama.cpp looks GELU by tanh up in a table of float16; 1.2e-3 was seen."""
 MAX_RELATIVE_ERROR = 1e-4
 """Of a hidden state, with weights, keys and values in float32; seen 2e-6."""
 MAX_DISTANCE = 1e-6
 """Cosine distance of mean-pooled vectors; seen 1e-12."""
 LOWER_PRECISION = {"f16": 3e-3, "int8": 6e-2}
-ROUNDED = {"Q8_0": 0.1, "Q4_0": 0.7}
 TEXTS = [text(length) for length in LENGTHS]
 FROM_GGUF = [name for name, encoder in ENCODERS.items() if encoder.gguf]
 
@@ -61,6 +63,14 @@ def test_a_gguf_file_gives_the_bits_of_the_same_safetensors(name: str, tmp_path:
             heads.append(executor.project(states[-1][:3]).tobytes() if executor.head_size else b"")
     assert np.array_equal(states[0], states[1])
     assert heads[0] == heads[1]
+
+
+@pytest.mark.parametrize("name", FROM_GGUF)
+def test_gguf_files_compute_what_llama_cpp_computes(name: str, tmp_path: Path) -> None:
+    golden = np.load(LLAMA_CPP)[name]
+    with loaded_encoder(open_encoder_gguf(tmp_path, name), kv_cache_precision="f32") as executor:
+        states = np.concatenate(states_of(executor, TEXTS))
+    assert relative_error(states, golden) <= (1e-5 if name == "nomic-bert" else GELU_TABLE)
 
 
 @pytest.mark.parametrize("encoding", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])

@@ -36,7 +36,7 @@ def test_geometry(executor: NativeExecutor) -> None:
     assert geometry.weights_bytes == sum(each.data.nbytes for each in matrices if len(each.shape) == 2)
 
 
-def test_the_environment_is_what_bits_depend_on_and_nothing_else() -> None:
+def test_environment_contains_only_what_affects_bits() -> None:
     artifact = random_artifact()
     environments = []
     for options in ({"threads": 1, "isa": "portable"}, {"threads": 2}):
@@ -67,7 +67,7 @@ def test_logits_of_a_prompt_come_a_few_at_a_time(executor: NativeExecutor) -> No
     assert executor.prompt_logits(0, 0).shape == (0, 512)
 
 
-def test_hidden_states_are_what_the_head_turns_into_logits(executor: NativeExecutor) -> None:
+def test_head_turns_hidden_states_into_the_logits(executor: NativeExecutor) -> None:
     batch = batch_of((PROMPT, 0, TABLE), all_rows=True)
     logits = executor.execute(replace(batch, hidden_rows=batch.rows))
     assert isinstance(executor, HiddenStates)
@@ -143,6 +143,6 @@ def test_without_a_pool_or_closed_it_is_an_error() -> None:
     "wrong",
     [{"kv_cache_precision": "u8"}, {"isa": "neon"}, {"quantize": "int2"}, {"threads": 0}, {"max_cache_bytes": -1}],
 )
-def test_what_there_is_not_is_refused(wrong: dict[str, object]) -> None:
+def test_unknown_options_are_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(wrong))} is"):
         ExecutorOptions(**wrong)  # type: ignore[arg-type]  # fields by name

@@ -66,7 +66,7 @@ def test_float32_logits_equal_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HUGGINGFACE_CASES)
-def test_they_do_in_every_architecture(name: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers_in_every_architecture(name: str, tmp_path: Path) -> None:
     golden = transformers_logits(name)
     artifact = open_huggingface_case(name, tmp_path)
     assert np.abs(golden_prompt_logits(artifact) - golden).max() <= MAX_DIFFERENCE
@@ -83,7 +83,7 @@ def test_logits_are_near_those_of_llama_cpp(architecture: str, encoding: str, tm
 
 
 @pytest.mark.parametrize(("name", "encoding"), [(n, e) for n, case in GGUF_CASES.items() for e in case.encodings])
-def test_they_are_in_every_architecture(name: str, encoding: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_llama_cpp_in_every_architecture(name: str, encoding: str, tmp_path: Path) -> None:
     logits = golden_prompt_logits(open_gguf_case(name, encoding, tmp_path))
     bound = GELU_TABLE if name.startswith("gemma3") and encoding == "F32" else MAX_RELATIVE_ERROR[encoding]
     assert relative_error(logits, llama_cpp_logits(name, encoding)) <= bound

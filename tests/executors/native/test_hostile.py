@@ -136,7 +136,7 @@ def test_any_plan_is_refused_or_within_the_pool(plan: list[int], num_tokens: int
 
 def test_nothing_in_the_place_of_pointers_is_refused() -> None:
     handle = library().handle
-    for name in ("make", "step", "logits"):
+    for name in ("make", "step", "logits", "project"):
         function = handle[f"native_forward_{name}"]
         function.restype = ctypes.c_char_p
         assert function(None, None, None, None, None)

@@ -55,7 +55,7 @@ def shape_for(encoding: str) -> Shape:
 
 
 @pytest.mark.parametrize("encoding", [*ENCODINGS, "Q4_K_M"])
-def test_a_file_has_what_memory_has_and_the_next_load_maps_it(encoding: str, tmp_path: Path) -> None:
+def test_packed_file_equals_packed_memory_and_the_next_load_maps_it(encoding: str, tmp_path: Path) -> None:
     artifact = random_artifact(shape_for(encoding), encoding)
     in_memory = contents(load(artifact, None))
     first = load(artifact, tmp_path)
@@ -128,7 +128,7 @@ def another_key(entry: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, cut_table, flip_in_the_table, lose, another_key])
-def test_what_is_not_whole_is_packed_again(damage: object, tmp_path: Path) -> None:
+def test_damaged_pack_is_packed_again(damage: object, tmp_path: Path) -> None:
     artifact = random_artifact(encoding="Q8_0")
     first = load(artifact, tmp_path)
     expected = contents(first)
@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_made_costs_memory(tmp_path: Path, caplog: pytes
     assert "in memory" in caplog.text
 
 
-def test_the_least_recently_used_goes_and_what_is_mapped_stays_readable(tmp_path: Path) -> None:
+def test_least_recently_used_pack_is_removed_and_mapped_weights_stay_readable(tmp_path: Path) -> None:
     first, second = random_artifact(encoding="Q8_0"), random_artifact(encoding="Q8_0", seed=1)
     weights = load(first, tmp_path)
     expected, [old] = contents(weights), entries(tmp_path)

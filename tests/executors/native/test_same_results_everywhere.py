@@ -48,7 +48,7 @@ def test_results_are_the_same_with_every_instruction_set(isas: list[Elements]) -
     assert [digests(native_results(each)) for each in isas[1:]] == [expected] * (len(isas) - 1)
 
 
-def test_results_are_the_same_whatever_numpy_may_use(library: ctypes.CDLL, best: Elements) -> None:
+def test_results_are_independent_of_numpy_features(library: ctypes.CDLL, best: Elements) -> None:
     """NumPy's functions are the negative twin: they give other bits, answers too, where a feature is withheld."""
     features = optional_features()
     withheld = digests_of_a_process(library, "portable", features)

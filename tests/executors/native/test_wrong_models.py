@@ -27,7 +27,7 @@ from tests.executors.native.golden_models import (
 from tools.golden.logit_cases import CASES
 
 
-def test_explicit_rope_divisors_say_the_same_as_the_scaling_that_they_were_computed_from() -> None:
+def test_explicit_rope_divisors_equal_the_scaling_they_were_computed_from() -> None:
     """GGUF files carry llama3 scaling as one divisor per frequency."""
     golden = np.load(GOLDEN / "logits_transformers.npz")["llama-llama3"]
     artifact = artifact_of_case("llama-llama3", CASES["llama-llama3"])
@@ -99,7 +99,7 @@ BY_DEFAULT = ("mistral: one token more", "gemma3: which layer sees all", "olmo3:
 @pytest.mark.parametrize(
     "what", [what if what in BY_DEFAULT else pytest.param(what, marks=pytest.mark.slow) for what in FORGOTTEN]
 )
-def test_what_an_architecture_adds_would_be_missed(what: str, tmp_path: Path) -> None:
+def test_omitting_a_feature_of_an_architecture_changes_the_logits(what: str, tmp_path: Path) -> None:
     name, changes = FORGOTTEN[what]
     artifact = open_huggingface_case(name, tmp_path)
     wrong = replace(artifact, config=replace(artifact.config, **changes))

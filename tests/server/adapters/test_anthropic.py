@@ -91,7 +91,7 @@ def test_a_streamed_message_equals_the_whole_one(served: ServerProcess, asked: a
     assert told["content"] == [{"type": "text", "text": text_of(whole)}]
 
 
-def test_what_was_counted_is_what_is_used(asked: anthropic.Anthropic) -> None:
+def test_counted_tokens_equal_the_usage(asked: anthropic.Anthropic) -> None:
     body = {name: FORCED[name] for name in ("model", "messages", "tools", "tool_choice")}
     counted = asked.messages.count_tokens(**body, system=[{"type": "text", "text": "Be brief."}])
     usage = asked.messages.create(**given({**FORCED, "system": "Be brief."})).usage
@@ -118,7 +118,9 @@ def test_an_answer_goes_on_with_the_assistants_last_words(asked: anthropic.Anthr
     assert text_of(message) == chat.choices[0].message.content
 
 
-def test_tools_go_round(served: ServerProcess, asked: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_tool_calls_and_results_round_trip(
+    served: ServerProcess, asked: anthropic.Anthropic, client: openai.OpenAI
+) -> None:
     first = asked.messages.create(**given(FORCED))
     [use] = first.content
     assert isinstance(use, ToolUseBlock)
@@ -260,7 +262,9 @@ def test_a_coding_agents_body_is_taken() -> None:
         ({"messages": [USER] * 2 + [{"role": "user", "content": "long " * 4_000}]}, "tokens"),
     ],
 )  # fmt: skip
-def test_what_is_not_done_is_refused_by_name(asked: anthropic.Anthropic, change: dict[str, Any], says: str) -> None:
+def test_unsupported_parameters_are_rejected_by_name(
+    asked: anthropic.Anthropic, change: dict[str, Any], says: str
+) -> None:
     with pytest.raises(anthropic.BadRequestError, match=says.replace("[", r"\[")) as refused:
         asked.messages.create(**given(GREEDY | change))
     assert isinstance(refused.value.body, dict)
@@ -321,7 +325,7 @@ def test_leaving_a_stream_aborts_its_request_within_a_step(gate: Gate) -> None:
         assert server.records[0].status == 499
 
 
-def test_a_routed_request_tells_its_route_beside_the_message(tmp_path: Any) -> None:
+def test_routed_message_has_its_route_in_an_extension(tmp_path: Any) -> None:
     path = tmp_path / "support.yaml"
     path.write_text(SUPPORT)
     with serve("--manifest", str(path), "--backend", "stub") as server, server.client() as client:

@@ -144,7 +144,7 @@ def called(thoughts: str = "") -> tuple[list[ollama.ChatResponse], ollama.ChatRe
     )
 
 
-def test_tools_go_round(asked: ollama.Client, client: openai.OpenAI) -> None:
+def test_tool_calls_and_results_round_trip(asked: ollama.Client, client: openai.OpenAI) -> None:
     """Arguments are an object, a call is told whole, and its result finds it without an id."""
     pieces, whole = called("hm")
     [call] = whole.message.tool_calls or ()
@@ -226,7 +226,7 @@ def test_an_empty_prompt_loads_the_model_and_no_time_to_keep_it_unloads_it(tmp_p
         ("nothing", {}, 404, "/api/nothing"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(
+def test_unsupported_parameters_are_rejected_by_name(
     served: ServerProcess, path: str, body: dict[str, Any], status: int, says: str
 ) -> None:
     with served.client() as client:
@@ -287,7 +287,7 @@ def test_a_silent_stream_sends_lines_with_empty_content(gate: Gate) -> None:
         assert list(stream)[-1].done
 
 
-def test_what_changes_nothing_is_warned_of(served: ServerProcess) -> None:
+def test_parameters_without_effect_give_a_warning(served: ServerProcess) -> None:
     body = {"model": "pocket", "messages": [USER], "stream": False, "keep_alive": "5m", "think": True}
     with served.client() as client:
         options = {"num_predict": 1, "num_ctx": 8_192, "num_gpu": 99, "repeat_last_n": 64}
@@ -298,7 +298,7 @@ def test_what_changes_nothing_is_warned_of(served: ServerProcess) -> None:
     ]  # fmt: skip
 
 
-async def test_what_curl_sends_is_taken_and_what_a_page_sends_is_not() -> None:
+async def test_form_content_type_is_accepted_from_curl_but_not_from_a_page() -> None:
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     body = json.dumps({"model": NAME, "messages": [USER], "stream": False})
     async with client_of() as client:

@@ -66,7 +66,7 @@ async def test_results_are_on_the_disk_before_the_database_names_them_and_the_jo
         await eventually(lambda: not [*(kept / "journals").iterdir()])
 
 
-def test_what_the_database_has_committed_survives_a_power_failure(tmp_path: Path) -> None:
+def test_committed_transactions_survive_a_power_failure(tmp_path: Path) -> None:
     """With FULL, SQLite syncs its log with each transaction; it does that in C, where no test of ours can look."""
     store = BatchStore(tmp_path)
     assert store.database.connection.execute("PRAGMA synchronous").fetchone() == (2,)

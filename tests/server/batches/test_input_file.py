@@ -120,7 +120,7 @@ def test_a_file_without_requests_is_a_fault() -> None:
     assert faults_of(b"") == faults_of(b"\n \n") == [("empty_file", None)]
 
 
-def test_what_a_file_may_have_is_bounded() -> None:
+def test_requests_and_faults_of_an_input_file_are_limited_in_number() -> None:
     checked = checked_input(io.BytesIO(jsonl([line(index) for index in range(5)])), CHAT, MOST, max_requests=2)
     assert [(fault.code, fault.line) for fault in checked.faults] == [("too_many_requests", 3)]
     assert len(faults_of(b"{\n" * 300)) == input_file.MAX_FAULTS
@@ -141,5 +141,5 @@ def test_windows_are_numbers_with_a_unit(text: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "24", "0h", "31d", "1w", "-1h", "24 h", "24h "])
-def test_what_is_no_window_is_none(text: str) -> None:
+def test_invalid_completion_window_is_none(text: str) -> None:
     assert window_s(text) is None

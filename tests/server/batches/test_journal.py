@@ -57,7 +57,7 @@ def test_a_journal_that_was_cut_anywhere_goes_on(
         (b"lockstep-batch 1 d\n0 1 {}\n0 1 {}\n", "no result of this batch starts at byte 26"),
     ],
 )
-def test_what_is_no_journal_of_this_input_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_journal_of_another_input_is_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "j"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):

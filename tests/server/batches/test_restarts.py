@@ -162,7 +162,7 @@ async def test_a_file_is_there_until_the_second_in_which_it_expires(tmp_path: Pa
     store.close()
 
 
-async def test_what_a_killed_server_left_half_done_is_removed(tmp_path: Path) -> None:
+async def test_incomplete_files_of_a_killed_server_are_removed(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "kept")
     await put(store, tmp_path, stored(0))
     store.close()

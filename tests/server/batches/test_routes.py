@@ -143,7 +143,7 @@ def test_batches_are_listed_latest_first(client: openai.OpenAI) -> None:
         ({"file": ("a.jsonl", b"{}")}, {"purpose": "batch", "expires_after[seconds]": "9"}, "expires_after"),
     ],
 )
-def test_what_is_no_upload_is_refused_by_name(
+def test_invalid_upload_is_rejected_by_parameter(
     served: ServerProcess, files: dict[str, Any], data: dict[str, str], param: str | None
 ) -> None:
     with served.client() as http:
@@ -162,7 +162,7 @@ def test_what_is_no_upload_is_refused_by_name(
         ({"window": "24h"}, 400, "window"),
     ],
 )
-def test_what_is_no_batch_is_refused_by_name(
+def test_invalid_batch_is_rejected_by_parameter(
     served: ServerProcess, client: openai.OpenAI, changed: dict[str, Any], status: int, param: str
 ) -> None:
     body = {"input_file_id": uploaded(client, b"{}"), "endpoint": CHAT, "completion_window": "24h"}

@@ -108,7 +108,7 @@ async def test_a_request_is_tried_again_until_it_is_answered(job: BatchJob) -> N
     job.close()
 
 
-async def test_tries_have_an_end_and_sooner_where_the_worker_ended(job: BatchJob) -> None:
+async def test_attempts_are_limited_and_end_earlier_if_the_worker_ended(job: BatchJob) -> None:
     busy = Replies(Reply(429, "r", b"no JSON", 0.0))
     assert (await answer(busy, job, 0, REQUEST)).status == 429
     lost = Replies(Reply(503, "r", b'{"error": {"code": "worker_lost"}}', 0.0))
@@ -166,7 +166,7 @@ async def test_a_file_larger_than_one_may_be_is_refused(small: httpx2.AsyncClien
     assert kept.json() == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
 
-async def test_what_is_no_form_is_refused(small: httpx2.AsyncClient) -> None:
+async def test_body_that_is_not_a_form_is_rejected(small: httpx2.AsyncClient) -> None:
     for body, kind in (
         (b"{}", "application/json"),
         (b"x", "multipart/form-data"),

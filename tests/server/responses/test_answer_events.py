@@ -105,7 +105,7 @@ def test_calls_of_an_answer_that_was_cut_are_whole() -> None:
     assert [item["status"] for item in response["output"]] == ["incomplete", "completed"]
 
 
-def test_a_failure_keeps_what_was_written() -> None:
+def test_failed_response_keeps_its_output_so_far() -> None:
     made = writer()
     made.write_text("It is")
     response = made.fail("server_error", "the worker ended")
@@ -122,7 +122,7 @@ def test_a_response_ends_once() -> None:
         made.end(made.fail("server_error", "late"))
 
 
-def test_a_response_that_could_not_be_kept_fails_after_all() -> None:
+def test_completed_response_can_still_fail() -> None:
     made = writer()
     made.write_text("It is")
     made.complete(1_800_000_001, usage=USAGE)
@@ -142,7 +142,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from(["complete", "cut", "fail"]))
-def test_whatever_is_written_the_stream_is_well_formed(steps: list[tuple[str, str]], end: str) -> None:
+def test_event_stream_is_well_formed_for_any_output(steps: list[tuple[str, str]], end: str) -> None:
     made = writer()
     events = []
     for number, (kind, text) in enumerate(steps):

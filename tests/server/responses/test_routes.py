@@ -161,7 +161,7 @@ def test_a_stored_response_is_found_until_it_is_deleted(client: openai.OpenAI) -
             look()
 
 
-def test_what_is_not_to_be_stored_is_not(client: openai.OpenAI) -> None:
+def test_response_with_store_false_is_not_stored(client: openai.OpenAI) -> None:
     made = client.responses.create(input=HELLO, store=False, **GREEDY)
     with pytest.raises(openai.NotFoundError) as caught:
         client.responses.create(input="And?", previous_response_id=made.id, **GREEDY)
@@ -187,7 +187,7 @@ def test_input_items_are_listed_in_pages(client: openai.OpenAI) -> None:
     assert caught.value.param == "after"
 
 
-def test_only_what_runs_in_the_background_can_be_cancelled(client: openai.OpenAI) -> None:
+def test_only_background_responses_can_be_cancelled(client: openai.OpenAI) -> None:
     made = client.responses.create(input=HELLO, **GREEDY)
     with pytest.raises(openai.BadRequestError, match="Only background responses"):
         client.responses.cancel(made.id)
@@ -263,7 +263,7 @@ REFUSED: Sequence[tuple[Mapping[str, object], str]] = (
 
 @pytest.mark.parametrize(("wrong", "param"), REFUSED, ids=[f"{param}-{i}" for i, (_, param) in enumerate(REFUSED)])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_what_cannot_be_done_is_refused_by_name(
+def test_unsupported_parameters_are_rejected_by_name(
     served: ServerProcess, wrong: Mapping[str, object], param: str, is_stream: bool
 ) -> None:
     with served.client() as client:
@@ -310,7 +310,7 @@ def test_a_shutdown_ends_open_streams_with_an_error() -> None:
     assert "shutting down" in error["message"]
 
 
-def test_one_key_cannot_read_what_another_stored() -> None:
+def test_key_cannot_read_responses_of_another_key() -> None:
     with (
         living("stub://alpha", ServerOptions(api_keys=("key-a", "key-b")), name="alpha") as server,
         client_of(server.url, "key-a") as ours,

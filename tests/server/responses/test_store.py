@@ -45,7 +45,7 @@ async def kept(store: ResponseStore, num: int) -> list[int]:
     return found
 
 
-async def test_what_was_put_is_got(store: ResponseStore) -> None:
+async def test_stored_response_is_returned_unchanged(store: ResponseStore) -> None:
     await store.put(stored(1, text="süß 😀"))
     assert await store.get("resp_1", "a") == stored(1, text="süß 😀")
     with pytest.raises(ResponseNotFoundError) as caught:
@@ -97,7 +97,7 @@ async def test_a_chain_comes_oldest_first(store: ResponseStore) -> None:
     assert [link.id for link in await store.chain("resp_2", "a")] == ["resp_0", "resp_1", "resp_2"]
 
 
-async def test_a_broken_chain_names_what_is_missing(store: ResponseStore) -> None:
+async def test_broken_chain_names_the_missing_response(store: ResponseStore) -> None:
     for number in range(4):
         await store.put(stored(number, number - 1 if number else None))
     with pytest.raises(ResponseNotFoundError, match="'resp_0'") as caught:
@@ -152,7 +152,7 @@ async def test_another_programs_file_is_refused_and_left_alone(tmp_path: Path) -
         ResponseStore(tmp_path, 3)
 
 
-async def test_a_response_that_cannot_be_stored_is_no_success(tmp_path: Path) -> None:
+async def test_response_that_cannot_be_stored_fails(tmp_path: Path) -> None:
     store = ResponseStore(tmp_path / "r.db", 3)
     await store.put(stored(1))
     with pytest.raises(RequestFailedError, match="could not be stored: UNIQUE"):

@@ -125,6 +125,6 @@ def test_a_conversation_is_bounded() -> None:
         (7, "string"),
     ],
 )
-def test_what_is_not_served_is_refused(said: object, message: str) -> None:
+def test_unsupported_items_are_rejected(said: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         items(said)

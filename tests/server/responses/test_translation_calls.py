@@ -54,7 +54,7 @@ def test_a_call_that_is_demanded_comes(served: ServerProcess, client: openai.Ope
     assert final["tools"] == [LOOK, {**WAIT, "strict": False}]
 
 
-def test_a_conversation_goes_on_with_what_a_function_answered(client: openai.OpenAI) -> None:
+def test_conversation_continues_with_the_result_of_a_function(client: openai.OpenAI) -> None:
     """By id, and as a whole: the same bytes."""
     first = client.responses.create(**ASKED, tool_choice="required", parallel_tool_calls=False)
     [call] = first.output
@@ -90,7 +90,7 @@ def test_an_output_needs_its_call(client: openai.OpenAI) -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ],
 )
-def test_what_cannot_be_called_is_refused_by_name(client: openai.OpenAI, wrong: Any, param: str) -> None:
+def test_uncallable_functions_are_rejected_by_name(client: openai.OpenAI, wrong: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{**ASKED, **wrong})
     assert caught.value.param == param

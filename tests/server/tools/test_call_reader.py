@@ -58,7 +58,7 @@ def test_a_document_is_complete_with_its_last_character(
 
 @settings(max_examples=800)
 @given(scraps=st.lists(st.sampled_from(SCRAPS), max_size=12), at=st.lists(st.integers(0, 30), max_size=4))
-def test_it_takes_what_the_library_takes_and_any_cut_gives_the_same(scraps: list[str], at: list[int]) -> None:
+def test_reader_accepts_the_same_json_as_the_library_cut_anywhere(scraps: list[str], at: list[int]) -> None:
     text = "[" + "".join(scraps) + "]"
     taken, is_complete, is_broken = scan([text])
     assert (is_complete and taken == len(text)) == is_json(text)
@@ -70,7 +70,7 @@ def test_it_takes_what_the_library_takes_and_any_cut_gives_the_same(scraps: list
 @pytest.mark.parametrize(
     "text", ["01", "1.", "-", "1e", "+1", ".5", "NaN", "tru ", '"\\x"', '"\\u12g4"', '"\n"', "'a'"]
 )
-def test_what_is_nearly_json_breaks(text: str) -> None:
+def test_invalid_json_is_rejected(text: str) -> None:
     assert scan([f"[{text}]"])[1:] == (False, True)
 
 

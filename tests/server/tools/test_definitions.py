@@ -76,14 +76,14 @@ def test_a_forced_call_has_declared_parameters_only() -> None:
         ([function("f", nested(MAX_SCHEMA_DEPTH))], "tools[0].function.parameters"),
     ],
 )
-def test_what_is_wrong_is_named(tools: object, param: str) -> None:
+def test_invalid_tools_are_rejected_by_name(tools: object, param: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         checked_tools(functions_of(tools))
     assert caught.value.param == param
     assert str(caught.value).startswith(param), "a message begins with the place"
 
 
-def test_a_name_twice_tells_where_it_was_first() -> None:
+def test_repeated_name_is_reported_with_its_first_use() -> None:
     with pytest.raises(InvalidParameterError, match=r"tools\[2\]\.function\.name is 'ping', also used by tools\[0\]"):
         checked_tools(functions_of([PING, WEATHER, PING]))
 

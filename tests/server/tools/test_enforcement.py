@@ -49,7 +49,7 @@ def test_conditions_are_left_out_and_the_properties_beside_them_are_kept() -> No
     assert kept == {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def test_schema_that_can_be_enforced_loses_only_what_describes_it() -> None:
+def test_enforceable_schema_loses_only_descriptions() -> None:
     inner = {"type": "string", "enum": ["a"], "description": "one", "title": "t", "default": "a"}
     schema = {"type": "object", "properties": {"description": inner}, "$defs": {"title": {"type": "string"}}}
     kept, left_out = enforceable(schema)

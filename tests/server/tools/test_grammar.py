@@ -145,7 +145,7 @@ def ping(form: CallFormat) -> list[str]:
 
 
 @pytest.mark.parametrize(("family", "has_markers"), MODELS)
-def test_a_model_that_wants_many_calls_gets_as_many_as_may_be(family: str, has_markers: bool) -> None:
+def test_number_of_calls_is_limited_by_parallel_tool_calls(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
     for parallel in (True, False):
         tool_use = tool_use_of(tokenizer, TOOLS, "required", parallel, KWARGS.get(family))
@@ -166,9 +166,7 @@ def test_a_model_that_wants_many_calls_gets_as_many_as_may_be(family: str, has_m
 
 
 @pytest.mark.parametrize(("family", "has_markers"), MODELS)
-def test_a_strict_function_leaves_the_model_free_to_talk_but_not_to_call_as_it_likes(
-    family: str, has_markers: bool
-) -> None:
+def test_strict_function_constrains_calls_but_not_text(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
     tool_use = tool_use_of(tokenizer, STRICT_TOOLS, "auto", True, KWARGS.get(family))
     for seed in range(8):
@@ -319,7 +317,7 @@ def test_a_forced_call_that_is_not_json_obeys_its_schema(family: str, has_marker
         {"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"a": {"const": [1, "b", {"c": None}]}}}}},
     ],
 )
-def test_open_schemas_are_forced_as_far_as_they_say(family: str, schema: Mapping[str, Any]) -> None:
+def test_open_schemas_constrain_declared_parts_only(family: str, schema: Mapping[str, Any]) -> None:
     tools = [function("f", schema)]
     tool_use = tool_use_of(tokenizer_of(family), tools, "required", False)
     for seed in range(3):

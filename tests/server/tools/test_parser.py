@@ -79,7 +79,9 @@ CASES: list[tuple[CallFormat, str, str | None, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("call_format", "text", "content", "calls"), CASES)
-def test_what_is_read(call_format: CallFormat, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+def test_calls_and_content_are_separated(
+    call_format: CallFormat, text: str, content: str | None, calls: list[tuple[str, str]]
+) -> None:
     expected = (text if content is None else content, calls)
     assert outcome(call_format, [text]) == expected
     assert outcome(call_format, text) == expected
@@ -111,7 +113,7 @@ def test_without_functions_everything_is_content() -> None:
     assert parser.flush() == []
 
 
-def test_what_is_held_back_of_blanks_is_bounded() -> None:
+def test_held_back_white_space_is_limited() -> None:
     parser = ToolParser(HERMES, NAMES, lambda: "id")
     shown = sum(
         len(delta.text) for _ in range(50) for delta in parser.append("\n" * 100) if isinstance(delta, ContentDelta)

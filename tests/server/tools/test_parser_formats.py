@@ -195,7 +195,7 @@ def test_any_cut_gives_the_same_and_nothing_is_lost(
 @pytest.mark.parametrize("call_format", FORMATS, ids=lambda form: form.name)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_what_was_shown_is_never_taken_back(call_format: CallFormat, data: st.DataObject) -> None:
+def test_shown_content_is_a_prefix_of_the_final_content(call_format: CallFormat, data: st.DataObject) -> None:
     text = data.draw(texts(call_format, 8))
     final = read(call_format, [text])[1].content
     parser = ToolParser(call_format, NAMES, lambda: "id", SCHEMAS)

@@ -71,7 +71,7 @@ def rendered(family: str, tool_use: ToolUse, messages: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("family", FORMATS)
-def test_the_template_tells_the_format(family: str) -> None:
+def test_template_determines_the_call_format(family: str) -> None:
     tool_use = tool_use_of(tokenizer_of(family), TOOLS, None, True, KWARGS.get(family))
     assert tool_use.call_format is FORMATS[family]
     assert tool_use.supports_tools == (family not in TOLD_IN_WORDS)
@@ -164,7 +164,7 @@ def test_results_in_a_row_are_one_message() -> None:
     assert "tool_calls" not in told[1]
 
 
-def test_a_template_that_wants_short_ids_gets_them_and_equal_ones_stay_equal() -> None:
+def test_template_with_short_ids_gets_equal_short_ids_for_equal_ids() -> None:
     tool_use = tool_use_of(tokenizer_of("mistral list"), TOOLS, None, True)
     told = tool_use.messages(HISTORY)
     short = told[1]["tool_calls"][0]["id"]

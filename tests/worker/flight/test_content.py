@@ -128,7 +128,7 @@ def test_a_parameter_that_decides_the_output_changes_the_digest(tmp_path: Path, 
     assert plain.prompt == other.prompt
 
 
-def test_what_decides_nothing_changes_no_digest(tmp_path: Path) -> None:
+def test_parameters_without_effect_do_not_change_digests(tmp_path: Path) -> None:
     """The seed decides, and is in the recording by itself: mirrored requests may have to be given the effective one."""
     other = SamplingParams(max_tokens=5, seed=2, ignore_eos=True, n=2, logprobs=3)
     path = recorded(tmp_path, [ask(), ask(other)])
@@ -166,7 +166,7 @@ def test_each_sequence_has_an_end_and_a_request_one_entry(tmp_path: Path) -> Non
     assert sorted((entry.seq_id, entry.num_tokens) for entry in outputs_in(path)) == [(0, 5), (1, 5), (2, 5)]
 
 
-def test_what_is_aborted_has_the_tokens_that_it_got(tmp_path: Path) -> None:
+def test_aborted_sequence_has_a_digest_of_its_tokens_so_far(tmp_path: Path) -> None:
     with running(trace=TraceOptions(str(tmp_path))) as bench:
         bench.ready("a", "stub://alpha?step_ms=1")
         bench.tell(Submit(7, "a", ask(ENDLESS)), Abort("a", (7,)))
@@ -201,11 +201,11 @@ def test_a_prompt_is_found_in_a_recording_with_content_only(tmp_path: Path, has_
 def test_a_key_that_is_gone_ends_no_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = recorded(tmp_path / "flight", [ask()], key=str(tmp_path / "missing"))
     assert header_of(path).key_name
-    assert "the recording has a key of its own" in caplog.text
+    assert "the recording uses a random key" in caplog.text
 
 
 @pytest.mark.parametrize("secret", ["", "x" * (MIN_SECRET_BYTES - 1), "x" * 4097])
-def test_a_secret_that_is_none_is_refused(tmp_path: Path, secret: str) -> None:
+def test_invalid_secret_is_rejected(tmp_path: Path, secret: str) -> None:
     with pytest.raises(UsageError, match=f"has {len(secret)} bytes; it must have 16 to 4096"):
         TraceOptions("flight", key_file=key_file(tmp_path, secret)).secret()
 
@@ -223,7 +223,7 @@ def test_a_duration_that_is_changed_is_found(tmp_path: Path) -> None:
 
     rewrite(path, change)
     with pytest.raises(
-        TraceError, match=r"the chunk at byte \d+ of the frame at byte 0 is not what was recorded there"
+        TraceError, match=r"the chunk at byte \d+ of the frame at byte 0 differs from what was recorded"
     ):
         verify(open_trace(path))
 

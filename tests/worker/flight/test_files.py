@@ -41,7 +41,7 @@ def recording_of(bench: Bench) -> tuple[float, str]:
     return report.replicas["a"].gauges["trace_recording"], health.recording_fault
 
 
-def test_old_files_go_and_what_is_left_verifies_file_by_file_and_together(tmp_path: Path) -> None:
+def test_remaining_files_verify_singly_and_together_after_rotation(tmp_path: Path) -> None:
     """With files of some kilobytes: a few remain, the first one is gone, and each begins with all that it needs."""
     most = 40_000
     with running(trace=options(tmp_path, most, flush_interval_s=0.02)) as bench:
@@ -213,7 +213,7 @@ def test_the_header_of_a_file_has_the_run_and_number_of_its_name(tmp_path: Path)
     assert path.name == f"{first.run}-{first.file:06}.lstrace"
 
 
-def test_what_was_recorded_a_second_ago_survives_a_kill(tmp_path: Path) -> None:
+def test_steps_recorded_a_second_ago_survive_a_kill(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
         "from tests.replay.recordings import options, submit\nfrom tests.worker.support import running\n"

@@ -1,1 +1,1 @@
-"""The flight recorder: what a device decided, in bytes, so that it can be decided again."""
+"""Flight recorder: writes each decision of a device in a few bytes, so that the decisions can be replayed."""

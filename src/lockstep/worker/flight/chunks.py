@@ -1,10 +1,11 @@
 """Chunks of a recording's files: entries as bytes, under a chain of digests.
 
-A file is a sequence of zstd frames with checksums (``zstd -d`` reads it). A frame holds whole *chunks*: an unsigned
-number of four bytes, little-endian, so many bytes of msgpack, an array of entries, and a digest of 16 bytes.
+A file is a sequence of zstd frames with checksums (``zstd -d`` reads it). A frame contains whole *chunks*. A chunk is
+the length of its msgpack as an unsigned number of four bytes, little-endian; the msgpack, an array of entries; and a
+digest of 16 bytes.
 
-The digests of a file's chunks are a chain over everything in it, durations, arrivals and contents included: each is
-BLAKE2b-128 of its chunk's msgpack, with the digest before it as the key; the first has none.
+The digests of a file's chunks are a chain over everything in it, including durations, arrivals and contents: each is
+the BLAKE2b-128 of its chunk's msgpack, with the previous digest as the key; the first has no key.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ EntryDecoder = msgspec.msgpack.Decoder[list[EntryT]]
 _LENGTH = struct.Struct("<I")
 _ARRAY = struct.Struct(">BI")
 _ARRAY_32 = 0xDD
-"""Of msgpack: an array with its length in the four bytes that follow, big-endian."""
+"""Marker byte of a msgpack array whose length follows in four bytes, big-endian."""
 HEAD_BYTES = _LENGTH.size + _ARRAY.size
-"""As many tell a recording."""
+"""Number of leading bytes, decompressed, that `begins_recording` needs."""
 
 
 class ChangedChunkError(ValueError):
-    """A chunk that is not under its file's chain."""
+    """A chunk that does not match the chain of its file."""
 
 
 class ChunkWriter:
@@ -45,7 +46,7 @@ class ChunkWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Collected so far."""
+        """Number of collected bytes."""
         return len(self._entries)
 
     def put(self, entry: EntryStruct) -> None:
@@ -53,21 +54,21 @@ class ChunkWriter:
         self._count += 1
 
     def take(self) -> bytes:
-        """The chunk; the next one is begun."""
+        """Return the collected entries as a chunk, and begin the next one."""
         entries = _ARRAY.pack(_ARRAY_32, self._count) + self._entries
         self._chain = chained(self._chain, entries)
         self.clear()
         return b"".join((_LENGTH.pack(len(entries)), entries, self._chain))
 
     def begin_file(self, header: Header) -> bytes:
-        """The first chunk of a file, which begins its chain; nothing else is collected."""
-        assert not self._count, "what was collected belongs to the file before"
+        """Return the first chunk of a file, which begins its chain; no entries may be collected before."""
+        assert not self._count, "the collected entries belong to the previous file"
         self._chain = b""
         self.put(header)
         return self.take()
 
     def clear(self) -> None:
-        """Forget what was collected."""
+        """Discard the collected entries."""
         self._entries.clear()
         self._count = 0
 
@@ -76,22 +77,22 @@ class ChunkReader(Generic[EntryT]):
     """Reads the frames of one file in order.
 
     Args:
-        decoder: of the kind of recording.
+        decoder: decoder for the entries of this kind of recording.
     """
 
     def __init__(self, decoder: EntryDecoder[EntryT]) -> None:
         self._chain = b""
         self._decode = decoder.decode
         self.offset = 0
-        """Of the chunk in its frame that is being read."""
+        """Offset of the chunk that is being read in its frame, in bytes."""
 
     def read(self, frame: bytes) -> Iterator[EntryT]:
-        """The entries of a frame.
+        """Yield the entries of a frame.
 
         Raises:
-            IndexError: it ends within a chunk; those before were yielded.
-            ChangedChunkError: a chunk is not the one that was recorded there; those before were yielded.
-            msgspec.MsgspecError: it is no frame of ours.
+            IndexError: the frame ends within a chunk; the entries of earlier chunks were yielded.
+            ChangedChunkError: a chunk does not match the chain; the entries of earlier chunks were yielded.
+            msgspec.MsgspecError: the data is not a frame of a recording.
         """
         self.offset = 0
         data = memoryview(frame)
@@ -103,16 +104,16 @@ class ChunkReader(Generic[EntryT]):
             after = end + DIGEST_BYTES
             if after > len(data):
                 raise IndexError(f"a chunk ends at byte {after}, and the frame at byte {len(data)}")
-            self._follow(data[begin:end], data[end:after])
+            self._check_digest(data[begin:end], data[end:after])
             yield from self._decode(data[begin:end])
             self.offset = after
 
-    def _follow(self, entries: memoryview, digest: memoryview) -> None:
+    def _check_digest(self, entries: memoryview, digest: memoryview) -> None:
         if chained(self._chain, entries) != digest:
-            raise ChangedChunkError("is not what was recorded there: the digest behind it is of something else")
+            raise ChangedChunkError("differs from what was recorded: its digest does not match")
         self._chain = bytes(digest)
 
 
 def begins_recording(head: bytes) -> bool:
-    """True for the first bytes of a file of ours, decompressed: a chunk of one entry."""
+    """True if a decompressed file that begins with these bytes is a recording: its first chunk has one entry."""
     return head[_LENGTH.size : HEAD_BYTES] == _ARRAY.pack(_ARRAY_32, 1)

@@ -1,19 +1,19 @@
 """Contents of requests in a recording: keyed digests, which can be compared but not read, or the whole content.
 
-Two recordings with the same key show whether their servers received equal requests and gave equal answers, without a
-token of either. A recording with content also contains what is needed to compute it again, but not the sender.
+Two recordings with the same key show whether their servers received equal requests and gave equal answers, without
+any tokens. A recording with content also contains what is needed to compute it again, but not the sender.
 
-- The *secret* is the content of the operator's file (``--trace-key``), without white space around it; without such a
-  file, 32 random bytes of this recording, which are not stored. The key is BLAKE2b-256 of it. Only its name is
-  written, which is the digest of nothing: equal names, comparable digests.
-- A *digest* is BLAKE2b-64 with that key, and as its person what it is of: ``key``, ``prompt``, ``parameters``,
-  ``tokens``, ``vector`` or ``session``. Without the key a prompt cannot be guessed by its digest. Two things
-  that differ have equal digests once in 2**64.
+- The *secret* is the content of the operator's file (``--trace-key``), without surrounding white space; without such a
+  file, 32 random bytes that are not stored. The key is the BLAKE2b-256 of the secret. Only the key's name is written,
+  which is the digest of an empty input. Digests can be compared if their keys have the same name.
+- A *digest* is BLAKE2b-64 with that key, and with the kind of its input as ``person``: ``key``, ``prompt``,
+  ``parameters``, ``tokens``, ``vector`` or ``session``. Without the key a prompt cannot be guessed from its digest.
+  The probability that two different inputs have the same digest is 2**-64.
 - Tokens are unsigned numbers of four bytes, vectors floats of four bytes, both little-endian.
-- Parameters are msgpack, keys text and sorted: an array of what the request named of `SamplingParams`, and its
-  pooling, its `logit_ids` or nil. That is all of a request that decides its model's output beside the prompt, but for
-  the seed, which is drawn where none was named and is in the recording by itself. ``n`` and ``logprobs`` decide nothing
-  and are left out.
+- Parameters are msgpack with text keys, sorted: an array of the `SamplingParams` that the request set, and its pooling,
+  its `logit_ids` or nil. Together with prompt and seed they determine the model's output. The seed is recorded
+  separately, since it is drawn if the request sets none. ``n`` and ``logprobs`` do not affect the output and are left
+  out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lockstep.worker.wire import request_decoder, request_encoder
 
 DIGEST_BYTES = 8
 MAX_TEXT_BYTES = 1 << 28
-"""Of one, unpacked: the largest vocabularies have some 30 MB."""
+"""Maximum size of a vocabulary with its template, decompressed. The largest known ones have about 30 MB."""
 _TEXT_BYTES = 8
 _KEY_BYTES = 32
 Key = TypeVar("Key", bytes, str)
@@ -50,7 +50,7 @@ class Digests:
     """Digests under one key.
 
     Args:
-        secret: of which the key is made; empty: a random one.
+        secret: input from which the key is derived; empty: a random one.
     """
 
     def __init__(self, secret: bytes = b"") -> None:
@@ -64,7 +64,8 @@ class Digests:
         return self._digest(b"parameters", parameters_as_bytes(request))
 
     def output(self, generation: Generation) -> bytes:
-        """The digest of a sequence that has ended: of its tokens, or of its vector where it was to give one."""
+        """Return the digest of a sequence that has ended: of its vector for an embedding request, else of its
+        tokens."""
         if not generation.live.request.gives_vector:
             return self._digest(b"tokens", _packed(generation.tokens[generation.prompt_len :]))
         vector = generation.embedding()
@@ -78,7 +79,7 @@ class Digests:
 
 
 class Numbers(Generic[Key]):
-    """Dense numbers, counted as keys come; forgotten ones come again under new numbers."""
+    """Numbers for keys, assigned consecutively in order of first use; a forgotten key gets a new number."""
 
     def __init__(self) -> None:
         self._numbers: dict[Key, int] = {}
@@ -98,25 +99,25 @@ class Numbers(Generic[Key]):
         return number
 
     def forget_others(self) -> None:
-        """From now on remember what is requested; `end_forgetting` drops the rest."""
+        """Start to remember which keys are used; `end_forgetting` drops all others."""
         self._kept = {}
 
     def end_forgetting(self) -> None:
-        assert self._kept is not None, "forgetting ends once it has begun"
+        assert self._kept is not None, "`forget_others` was called before"
         self._numbers, self._kept = self._kept, None
 
 
 def parameters_as_bytes(request: GenerationRequest) -> bytes:
-    """All of a request that decides its model's output, but for its prompt and its seed; as msgpack."""
+    """Encode everything in a request that affects its model's output, except prompt and seed, as msgpack."""
     params = replace(request.params, seed=None, n=1, logprobs=None)
     plain = msgspec.to_builtins((params, request.pooling or request.logit_ids or None), str_keys=True, order="sorted")
     return msgspec.msgpack.encode(plain)
 
 
 def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
-    """The request as msgpack: prompt as token ids, the seed as drawn, the salt as a number, the requested model name.
+    """Encode a request as msgpack: token ids of the prompt, drawn seed, number of the salt, requested model name.
 
-    It has no tenant, session or deadlines, whose effects are recorded as commands, and none of the caller's names.
+    Tenant, session and deadlines are left out, since their effects are recorded as commands; so are the caller's ids.
     """
     request = live.request
     return request_encoder().encode(
@@ -137,10 +138,10 @@ def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
 
 
 def decode_request(data: bytes) -> GenerationRequest:
-    """A recorded request.
+    """Decode a recorded request.
 
     Raises:
-        msgspec.MsgspecError: it is no request.
+        msgspec.MsgspecError: the data is not a request.
     """
     request = request_decoder().decode(data)
     assert not isinstance(request.prompt, (str, Conversation)), "a recorded prompt is token ids"
@@ -148,13 +149,14 @@ def decode_request(data: bytes) -> GenerationRequest:
 
 
 def write_text(manifest: FolderManifest, text: TokenizerPayload) -> str:
-    """Keep a model's vocabulary and template in a recording's folder, once for all recordings there, and list it.
+    """Write a model's vocabulary and template to a recording's folder, once for all recordings there, and list the
+    file.
 
     Returns:
-        Its name.
+        Name of the text, for `read_text`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     data = msgspec.msgpack.encode(text)
     name = blake2b(data, digest_size=_TEXT_BYTES).hexdigest()
@@ -168,15 +170,15 @@ def write_text(manifest: FolderManifest, text: TokenizerPayload) -> str:
 
 
 def text_path(folder: Path, name: str) -> Path:
-    """The file of a vocabulary and template."""
+    """Path of the file with a vocabulary and template."""
     return folder / f"{name}{TEXT_SUFFIX}"
 
 
 def read_text(folder: Path, name: str) -> TokenizerPayload:
-    """A vocabulary and template that `write_text` kept.
+    """Read a vocabulary and template that `write_text` wrote.
 
     Raises:
-        TraceError: it is not there, or not what was kept.
+        TraceError: the file is missing or unreadable, or differs from the one that was written.
     """
     if not name:
         raise TraceError(
@@ -186,21 +188,21 @@ def read_text(folder: Path, name: str) -> TokenizerPayload:
     try:
         packed = path.read_bytes()
         if not 0 <= zstandard.frame_content_size(packed) <= MAX_TEXT_BYTES:
-            raise TraceError(f"{path}: it is no vocabulary of a recording, which has at most {MAX_TEXT_BYTES} bytes")
+            raise TraceError(f"{path}: not a vocabulary of a recording, which has at most {MAX_TEXT_BYTES} bytes")
         data = zstandard.ZstdDecompressor().decompress(packed)
     except OSError as error:
         raise TraceError(
-            f"{path}: the vocabulary of the recording cannot be read: {error.strerror}; it belongs beside its files"
+            f"{path}: the recording's vocabulary cannot be read: {error.strerror}; copy the file to its folder"
         ) from None
     except zstandard.ZstdError as error:
         raise TraceError(f"{path}: the vocabulary of the recording is damaged: {error}") from None
     if blake2b(data, digest_size=_TEXT_BYTES).hexdigest() != name:
-        raise TraceError(f"{path}: it is not the vocabulary that was kept under that name")
+        raise TraceError(f"{path}: the content differs from the vocabulary that was recorded under this name")
     return msgspec.msgpack.decode(data, type=TokenizerPayload)
 
 
 def tokens_of(result: StepResult, touched: Sequence[Generation]) -> list[tuple[int, ...]]:
-    """Tokens of each row that sampled; none where an error or a vector came instead of a token."""
+    """Tokens of each row that sampled; empty for a row with an error or a vector."""
     return [
         () if reason is FinishReason.ERROR or generation.pooler is not None else generation.delta_ids
         for generation, reason in zip(touched, result.finishes, strict=True)

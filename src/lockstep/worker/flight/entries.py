@@ -1,19 +1,19 @@
-"""Entries of a recording: what is written, what is read, and what both mean.
+"""Entries of a recording: their fields and their meaning, for writers and readers.
 
 A recording is a sequence of files of chunks (`lockstep.worker.flight.chunks`). An entry is an array: its tag, then the
-fields of its class below, in order. Each file begins with a chunk that holds its `Header` alone, and then with the
-state of everything, so that it can be understood without those before it.
+fields of its class below, in order. Each file begins with a chunk that contains only its `Header`. The state of all
+engines follows, so that a file can be read without the files before it.
 
-- Engines are numbered in the order in which they first had to do with the device.
-- A ``step`` is how many steps of its engine had begun before the entry's command. A command takes effect before the
-  step of that number is decided, or, where ``in_step`` is reported, while the step before it is under way.
-- Block hashes and tenants are numbered as they come, and equal numbers mean equal things in all files of one run.
-  Neither is ever written. ``runs`` are such numbers: first and length of each run of consecutive ones.
+- Engines are numbered in the order of their first use of the device.
+- A ``step`` is the number of steps of its engine that had begun before the entry's command. A command takes effect
+  before the step of that number is decided or, if ``in_step`` is true, during the step before it.
+- Block hashes and tenants are replaced by numbers in order of first use; a number has one meaning in all files of a
+  run. ``runs`` contain such numbers: first and length of each run of consecutive ones.
 
-Recordings of plans and of routes have the same files, with the same `Header` and `End`, and between these entries of
-their own (`lockstep.cluster.plan_recorder`, `lockstep.cluster.route_recorder`).
+Recordings of plans and of routes have the same file format, with the same `Header` and `End`, and entries of their own
+between these (`lockstep.cluster.plan_recorder`, `lockstep.cluster.route_recorder`).
 
-The schema's number grows with every change of any entry; other schemas are refused.
+The schema's number increases with every change of any entry. Files with other schemas are rejected.
 """
 
 from __future__ import annotations
@@ -29,40 +29,42 @@ from lockstep.worker.device_scheduler import CreditRow
 
 SCHEMA_VERSION = 12
 SUFFIX = ".lstrace"
-"""Of a recording's files."""
+"""Suffix of the names of recording files."""
 MARK_BYTES = 4
-"""Of the chain, after each record: a damaged one goes unseen once in 4e9, and then the next one does not. Measured on a
-stub with 8 streams, a step takes 7.6 bytes without, 8.1 with 2, 8.4 with 4 and 9.1 with all 8."""
+"""Length of the part of the chain that follows each record, in bytes. A damaged record remains undetected with a
+probability of 1 in 4e9, and then only until the next record. In a measurement on a stub with 8 streams, a step takes
+7.6 bytes without marks, 8.1 with 2 bytes, 8.4 with 4 and 9.1 with all 8."""
 MAX_RUN = 1 << 24
-"""Numbers in one list of runs: no context has as many blocks."""
+"""Maximum number of ids in a list of runs; no context has as many blocks."""
 Runs = tuple[int, ...]
 
 
 class EntryStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of all entries, of every kind of recording."""
+    """Base class of the entries of all kinds of recordings."""
 
 
 # -- the beginning of a file ------------------------------------------------------------------------------------------
 
 
 class Header(EntryStruct, frozen=True, tag=1):
-    """Head of a file: its run, and its number there. Files of a run are counted from 1 without a hole."""
+    """First entry of a file: its run, and its number within the run. The files of a run are numbered from 1 without
+    gaps."""
 
     schema: int
     lockstep: str
-    """The version that recorded it."""
+    """Version of Lockstep that recorded the file."""
     run: str
     file: int
     has_content: bool = False
-    """Whether it holds prompts and answers."""
+    """True if the recording contains prompts and answers."""
     machine: str = ""
     is_simulated: bool = False
-    """Whether a replay wrote it: its times are logical ones."""
+    """True if a replay wrote the file, so that its times are logical ones."""
     key_name: str = ""
-    """Of the key of its digests (`lockstep.worker.flight.content`), which compare with those under a key of this name.
-    Empty: it has no digests, as a simulated one."""
+    """Name of the key of the digests (`lockstep.worker.flight.content`). Digests of recordings with the same key name
+    can be compared. Empty: there are no digests, as in the recording of a replay."""
     gap: str = ""
-    """Why what came before could not be written; empty: it was, or nothing did."""
+    """Reason why the part before this file could not be written; empty: nothing is missing before it."""
 
 
 class EngineEntry(EntryStruct, frozen=True, tag=2):
@@ -70,20 +72,20 @@ class EngineEntry(EntryStruct, frozen=True, tag=2):
 
     number: int
     key: str
-    """The replica that it is, as its worker calls it."""
+    """Key of the engine's replica, as in its worker."""
     name: str
-    """Of its model."""
+    """Name of the engine's model."""
     fingerprint: str
-    """Of its artifact's content."""
+    """Fingerprint of the artifact's content."""
     config: SchedulerConfig
     environment: dict[str, str]
-    """What the bits of its answers depend on."""
+    """Environment that affects the bits of the answers."""
     machine: dict[str, str]
-    """What its speed depends on beside the processor: instruction set and threads."""
+    """Environment that affects only the speed, apart from the processor: instruction set and threads."""
     bytes_per_block: int
     text: str = ""
-    """Name of its vocabulary and template, which lie beside the files (`lockstep.worker.flight.content.read_text`);
-    empty: not kept."""
+    """Name of the model's vocabulary and template, which are stored in the same folder
+    (`lockstep.worker.flight.content.read_text`); empty: they are not stored."""
 
 
 class _WithContents:
@@ -102,22 +104,22 @@ class _WithContents:
 
 
 class Checkpoint(EntryStruct, _WithContents, frozen=True, tag=3):
-    """An engine's state where a file begins; none for an engine without a request so far."""
+    """State of an engine at the beginning of a file; absent for an engine without any request so far."""
 
     engine: int
     version: int
-    """`lockstep.core.state.STATE_VERSION` of who recorded it."""
+    """`lockstep.core.state.STATE_VERSION` of the recording version of Lockstep."""
     runs: Runs
-    """The state's block hashes."""
+    """Block hashes of the state, as runs."""
     tenants: tuple[int, ...]
     scheduler: msgspec.Raw
-    """A `SchedulerState` without hashes and tenants."""
+    """Encoded `SchedulerState` without hashes and tenants."""
     fingerprint: msgspec.Raw
-    """A `FingerprintState`."""
+    """Encoded `FingerprintState`."""
 
 
 class CreditsEntry(EntryStruct, frozen=True, tag=4):
-    """State of the device's turns (`lockstep.worker.device_scheduler`), at the beginning of a file."""
+    """State of the device's scheduler (`lockstep.worker.device_scheduler`) at the beginning of a file."""
 
     num_turns: int
     credits: list[CreditRow]
@@ -127,7 +129,7 @@ class Priorities(EntryStruct, frozen=True, tag=5):
     """Replicas that are loaded, and their priority classes."""
 
     classes: tuple[tuple[int, int], ...]
-    """(engine, class) in order of loading."""
+    """Pairs of engine number and priority class, in order of loading."""
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -140,14 +142,14 @@ class Added(EntryStruct, _WithContents, frozen=True, tag=6):
     step: int
     seq_id: int
     request: Request
-    """Without block hashes and tenant."""
+    """The request without block hashes and tenant."""
     tenant: int
     runs: Runs
-    """Its block hashes."""
+    """Block hashes of the request, as runs."""
 
     @classmethod
     def of(cls, engine: int, step: int, seq_id: int, request: Request, tenant: int, contents: Iterable[int]) -> Added:
-        """A request, with numbers for its tenant and its block hashes."""
+        """Make an entry from a request, and numbers for its tenant and its block hashes."""
         bare = Request(
             request.num_prompt_tokens,
             request.max_output_tokens,
@@ -161,32 +163,33 @@ class Added(EntryStruct, _WithContents, frozen=True, tag=6):
 
 
 class Arrival(EntryStruct, frozen=True, tag=7):
-    """Origin of the sequence that was just added: when its request came, and what it draws with."""
+    """Arrival time and seed of the sequence that was just added."""
 
     engine: int
     seq_id: int
     waited_us: int
-    """From the request's arrival to the turn in which it was added."""
+    """Time in microseconds from the request's arrival to the turn in which the sequence was added."""
     seed: int
-    """Of its request, drawn where none was named; sibling ``i`` draws with ``seed + i``."""
+    """Seed of the request, drawn if the request set none; sibling ``i`` samples with ``seed + i``."""
     deadline_ms: int | None = None
     queue_deadline_ms: int | None = None
 
 
 class RequestDigest(EntryStruct, frozen=True, tag=20):
-    """Request of the sequence that was just added, the first of it, without a word of its text."""
+    """Digest of the request whose first sequence was just added, without any of its text."""
 
     engine: int
     seq_id: int
     prompt: bytes
-    """Keyed digests, as `lockstep.worker.flight.content` makes them."""
+    """Keyed digest of the prompt (`lockstep.worker.flight.content`); `parameters` has one of the sampling
+    parameters."""
     parameters: bytes
     external_id: str
-    """The caller's name for it; one HTTP request may be several here."""
+    """Caller's id of the request. One HTTP request may become several recorded requests."""
     segment: str
-    """The caller's label for the part of the traffic that it belongs to; empty: none."""
+    """Caller's label for the part of the traffic that the request belongs to; empty: none."""
     draws: bool = True
-    """Whether its seed decides anything; a greedy request draws nothing."""
+    """True if the seed affects the answer; False for a greedy request."""
 
 
 class OutputDigest(EntryStruct, frozen=True, tag=21):
@@ -197,11 +200,11 @@ class OutputDigest(EntryStruct, frozen=True, tag=21):
     reason: FinishReason
     num_tokens: int
     output: bytes
-    """Keyed digest of its tokens, or of its vector."""
+    """Keyed digest of the sequence's tokens, or of its vector."""
 
 
 class Aborted(EntryStruct, frozen=True, tag=8):
-    """A sequence was ended by a command."""
+    """A command ended a sequence."""
 
     engine: int
     step: int
@@ -211,13 +214,13 @@ class Aborted(EntryStruct, frozen=True, tag=8):
 
 
 class Named(EntryStruct, _WithContents, frozen=True, tag=23):
-    """The full blocks of an answer were named, so that they can be hit when their sequence has ended."""
+    """The full blocks of an answer got hashes, so that they can be hit when their sequence has ended."""
 
     engine: int
     step: int
     seq_id: int
     runs: Runs
-    """Hashes of the blocks behind those of the prompt."""
+    """Hashes of the answer's blocks, which follow those of the prompt, as runs."""
     in_step: bool
 
 
@@ -228,22 +231,22 @@ class _Cached(EntryStruct, _WithContents, frozen=True):
 
 
 class Pinned(_Cached, frozen=True, tag=9):
-    """Blocks of a session are to be evicted last."""
+    """A session's blocks were pinned, so that they are evicted last."""
 
 
 class Unpinned(_Cached, frozen=True, tag=10):
-    """Blocks of a session are given up."""
+    """A session's blocks were unpinned."""
 
 
 class Filled(_Cached, frozen=True, tag=22):
-    """Blocks were given to contents of a chain that came from where they are kept outside of the pool."""
+    """Blocks were filled with contents of a chain that were loaded from outside the pool."""
 
     start: int
-    """Place in the chain from which on contents came."""
+    """Index in the chain of the first loaded block."""
 
 
 class CacheReset(EntryStruct, frozen=True, tag=11):
-    """The prefix cache was forgotten."""
+    """The prefix cache was cleared."""
 
     engine: int
     step: int
@@ -253,28 +256,29 @@ class CacheReset(EntryStruct, frozen=True, tag=11):
 
 
 class Record(EntryStruct, frozen=True, tag=12):
-    """A record of the fingerprint, written when it closes: any time after the turn of its steps."""
+    """A record of the fingerprint, written when it is closed, which can be any time after the turn of its steps."""
 
     engine: int
     record: bytes
     mark: bytes
-    """The first bytes of the chain after it."""
+    """First bytes of the chain after the record."""
 
 
 class Turn(EntryStruct, frozen=True, tag=13):
     """A replica's turn has ended."""
 
     place: int
-    """Of the replica in the last `Priorities`."""
+    """Index of the replica in the last `Priorities`."""
     duration_us: int
     gap_us: int
-    """Since the turn before."""
+    """Time since the previous turn, in microseconds."""
     stepped: bool
-    """Whether a step began."""
+    """True if a step began in the turn."""
 
 
 class WithWork(EntryStruct, frozen=True, tag=14):
-    """Places of the replicas that have work in the turns that follow; until there is one, only place 0 has."""
+    """Indexes of the replicas that have work in the following turns. Before the first such entry, only replica 0 has
+    work."""
 
     places: tuple[int, ...]
 
@@ -284,19 +288,19 @@ class Idle(EntryStruct, frozen=True, tag=15):
 
 
 class Closed(EntryStruct, frozen=True, tag=16):
-    """Position of an engine when it is unloaded, or the file ends."""
+    """Position of an engine when it is unloaded or the file ends."""
 
     engine: int
     num_steps: int
-    """That had begun."""
+    """Number of steps that had begun."""
     open_record: bytes
-    """Empty: none is open."""
+    """Bytes of the open record of the fingerprint; empty: none is open."""
     digest: bytes
-    """The chain with it."""
+    """Digest of the chain, including the open record."""
 
     @classmethod
     def of(cls, engine: int, num_steps: int, fingerprint: Fingerprint) -> Closed:
-        """The position of an engine and its fingerprint."""
+        """Make the entry from an engine's step count and fingerprint."""
         return cls(engine, num_steps, fingerprint.open_record or b"", bytes.fromhex(fingerprint.hexdigest()))
 
 
@@ -305,19 +309,19 @@ class End(EntryStruct, frozen=True, tag=17):
 
     engines: tuple[Closed, ...]
     goes_on: bool
-    """Whether another file follows."""
+    """True if another file of the run follows."""
 
 
 # -- with content only ------------------------------------------------------------------------------------------------
 
 
 class RequestEntry(EntryStruct, frozen=True, tag=18):
-    """The whole request, after its first sequence was added."""
+    """A whole request, recorded after its first sequence was added."""
 
     engine: int
     seq_id: int
     request: bytes
-    """As `lockstep.worker.flight.content.decode_request` takes it."""
+    """Request as bytes for `lockstep.worker.flight.content.decode_request`."""
 
 
 class Tokens(EntryStruct, frozen=True, tag=19):
@@ -328,13 +332,14 @@ class Tokens(EntryStruct, frozen=True, tag=19):
 
 
 class Shown(EntryStruct, frozen=True, tag=24):
-    """Chunks in which a streamed answer was sent to its client, recorded when it had ended."""
+    """Chunks in which a streamed answer was sent to its client, recorded when the stream had ended."""
 
     engine: int
     seq_id: int
-    """First sequence of its request."""
+    """Id of the first sequence of the request."""
     chunks: tuple[tuple[int, int, int], ...]
-    """(completion of ``n``, its tokens that are new, microseconds since the chunk before, or since the request came)"""
+    """Sent chunks: (index of the completion, number of new tokens, microseconds since the previous chunk, or for the
+    first chunk since the arrival of the request)."""
 
 
 class Dispatched(EntryStruct, frozen=True, tag=25):
@@ -375,7 +380,7 @@ Entry = (
 
 
 def runs_of(ids: Iterable[int]) -> Runs:
-    """Numbers as runs of consecutive ones: first, length, first, length..."""
+    """Encode ids as runs of consecutive ones: first, length, first, length..."""
     runs: list[int] = []
     after = -1
     for number in ids:
@@ -388,15 +393,15 @@ def runs_of(ids: Iterable[int]) -> Runs:
 
 
 def ids_of(runs: Runs) -> tuple[int, ...]:
-    """Numbers of runs: first and length of each, as `runs_of` makes them."""
+    """Decode runs as `runs_of` makes them: first and length of each."""
     return tuple([number for at in range(0, len(runs), 2) for number in range(runs[at], runs[at] + runs[at + 1])])
 
 
 def check_runs(runs: Runs) -> None:
-    """Refuse runs that are none, or more than there can be, whatever a file states.
+    """Reject malformed runs, and runs of more than `MAX_RUN` ids, which would take too much memory to decode.
 
     Raises:
-        ValueError: they are none.
+        ValueError: the runs are malformed or too long.
     """
     if len(runs) % 2 or min(runs, default=0) < 0 or sum(runs[1::2]) > MAX_RUN:
-        raise ValueError(f"{runs[:2]}... are no runs of numbers")
+        raise ValueError(f"{runs[:2]}... are not valid runs of numbers")

@@ -32,49 +32,49 @@ from lockstep.worker.flight.rotation import make_room
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 20
-"""Bytes that a frame holds before the next chunk begins another: a reader holds one frame."""
+"""Size from which a frame is ended, in bytes. A reader holds one whole frame in memory."""
 WARN_INTERVAL_S = 600.0
-"""Interval of log lines about a disk that stays full; metrics and health show it at once."""
+"""Minimum interval in seconds between log lines about lost chunks; metrics and health report them at once."""
 CLOSE_LIMIT_S = 2.0
 LEVEL = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """State of a recording: bytes written, gaps, and the fault that keeps it from going on."""
+    """State of a recording: bytes written, gaps, and the current fault."""
 
     num_bytes: int = 0
-    """Written to files."""
+    """Number of bytes that were written to files."""
     num_gaps: int = 0
-    """How often something could not be written, and the recording began anew."""
+    """Number of times that chunks could not be written, after which the recording continues in a new file."""
     fault: str = ""
-    """Why nothing is being recorded now; empty: it is."""
+    """Reason why nothing is being recorded now; empty: recording works."""
     num_queued_bytes: int = 0
-    """Bytes of chunks that wait for the disk."""
+    """Number of bytes of chunks that wait for the disk."""
 
 
 class _State(Enum):
     READY = auto()
-    """A file is to be begun."""
+    """A file has to be begun."""
     OPEN = auto()
     FULL = auto()
-    """The next file is to be begun."""
+    """The file is full, and the next one has to be begun."""
     BROKEN = auto()
-    """Nothing can be written, until it is tried again."""
+    """Nothing can be written until the next attempt."""
 
 
 class _Item(NamedTuple):
-    """One thing for the writing thread to do."""
+    """Task of the writing thread."""
 
     number: int
-    """Number of the file that begins with the chunk; 0: the file goes on; -1: everything ends."""
+    """Number of the file that begins with the chunk; 0: the chunk continues the file; -1: the thread ends."""
     chunk: bytes
     needs: tuple[str, ...] = ()
-    """Files without which this one cannot be served."""
+    """Names of the files without which this one cannot be served."""
 
 
 class TraceFiles:
-    """Writes chunks of entries. `begin`, `put` and `close` are for one thread, the rest for any."""
+    """Writes chunks of entries. One thread calls `begin`, `put` and `close`; any thread may call the rest."""
 
     def __init__(self, options: TraceOptions, suffix: str = SUFFIX, system: System = SYSTEM) -> None:
         self._options = options
@@ -86,39 +86,39 @@ class TraceFiles:
         self._max_file_bytes = options.max_bytes // options.num_files
         started = time.gmtime(system.unix_time_s())
         self.run = f"{time.strftime('%Y%m%d-%H%M%S', started)}-{os.getpid()}-{self.manifest.id[:4]}"
-        """Name of this recording's files, which no other machine gives; later ones sort behind."""
+        """Name of this recording's files, unique among machines; later recordings have names that sort later."""
         self.num_files = 0
-        """That were begun: who has the files has each number up to the last, but for the oldest that were deleted."""
+        """Number of files that were begun. All numbers up to it exist, except the oldest ones, which were deleted."""
         self.gap = ""
-        """Why what was handed over last is in no file, so that the next one does not go on where that before it ends;
-        empty: it does."""
+        """Reason why the latest chunks are in no file, so that the next file does not continue the previous one; empty:
+        no chunks were lost."""
         self._chunks: SimpleQueue[_Item] = SimpleQueue()
         self._lock = threading.Lock()
         self._num_queued = 0
         self._state = _State.READY
         self.is_steady = False
-        """Whether chunks go to a file that is not full: nothing is to be done but `put`."""
+        """True if chunks go to a file that is not full, so that only `put` has to be called."""
         self._retry_s = 0.0
         self._num_bytes = 0
         self._num_gaps = 0
         self._fault = ""
         self._warn_s = 0.0
-        """When it may be logged again."""
+        """Time before which no further warning is logged."""
         self._file: FileIO | None = None
         self._frame: zstandard.ZstdCompressionObj | None = None
         self._frame_bytes = 0
         self._file_bytes = 0
         self._number = 0
-        """Of the open file."""
+        """Number of the open file."""
         self._digest = blake2b(digest_size=DIGEST_BYTES)
         self._needs: dict[str, None] = {}
         self._listed_s = 0.0
-        """Time at which the open file was listed."""
+        """Time at which the open file was last listed."""
         self._list_s: float | None = None
-        """Time at which the open file is listed again; None: it is listed as it is."""
+        """Time at which the open file has to be listed again; None: it has not changed since."""
         self._thread = system.start_thread(self._run, "lockstep-trace")
 
-    # -- who records --------------------------------------------------------------------------------------------------
+    # -- the recording thread -----------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
@@ -126,7 +126,7 @@ class TraceFiles:
         return self._state in (_State.OPEN, _State.FULL)
 
     def wants_file(self) -> bool:
-        """True if a new file is to be begun now."""
+        """True if a new file has to be begun now."""
         state = self._state
         if state is _State.OPEN:
             return False
@@ -149,7 +149,7 @@ class TraceFiles:
         self._queue(_Item(0, chunk, needs))
 
     def close(self) -> None:
-        """Write what is queued, within a bounded time."""
+        """Write the queued chunks, and end the thread; the wait is limited to `CLOSE_LIMIT_S`."""
         self._chunks.put(_Item(-1, b""))
         self._thread.join(CLOSE_LIMIT_S)
 
@@ -157,14 +157,14 @@ class TraceFiles:
         return TraceReport(self._num_bytes, self._num_gaps, self._fault, self._num_queued)
 
     def _move_to(self, state: _State) -> None:
-        """With the lock held."""
+        """Change the state; the caller holds the lock."""
         self._state, self.is_steady = state, state is _State.OPEN
 
     def _queue(self, item: _Item) -> None:
         size = len(item.chunk)
         with self._lock:
             if self._state is _State.BROKEN:
-                return  # behind what was lost nothing of the file can be understood
+                return  # the file cannot be read beyond lost chunks
             fits = self._num_queued + size <= self._options.max_queued_bytes
             self._num_queued += size if fits else 0
         if fits:
@@ -205,7 +205,8 @@ class TraceFiles:
             self._list(State.OPEN)
 
     def _is_lost(self, number: int) -> bool:
-        """True if the file before broke off when this one's first chunk, which does not say so, was handed over."""
+        """True if the previous file lost chunks before this file's first chunk was queued, so that the chunk does not
+        mention the gap."""
         with self._lock:
             if self.gap:
                 self.num_files = number - 1
@@ -218,7 +219,7 @@ class TraceFiles:
         make_room(self.manifest, self._suffix, max_bytes, has_texts=has_texts, needs=item.needs)
         self.manifest.put(Listed(path.name, State.OPEN))
         self._file = self._system.open(path, "xb")
-        lock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever makes room sees that it is being written
+        lock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # `make_room` of any process skips a locked file
         self._file_bytes, self._number = 0, item.number
         self._digest, self._needs, self._list_s = blake2b(digest_size=DIGEST_BYTES), {}, 0.0
 
@@ -226,7 +227,7 @@ class TraceFiles:
         return self._folder / f"{self.run}-{number:06}{self._suffix}"
 
     def _list(self, state: State) -> None:
-        """List the file as it is now."""
+        """List the file in the manifest with its current size."""
         assert self._file is not None, "the file that is listed is open"
         digest = self._digest.hexdigest() if self._file_bytes else ""
         self._list_s = None
@@ -234,7 +235,7 @@ class TraceFiles:
         self._listed_s = self._now_s()
 
     def _write(self, chunk: bytes) -> None:
-        """Write a chunk so that it can be read from now on, whatever happens to this process."""
+        """Write a chunk so that it remains readable if this process ends."""
         if self._frame is None:
             self._frame = zstandard.ZstdCompressor(LEVEL, write_checksum=True).compressobj()
             self._frame_bytes = 0
@@ -270,10 +271,10 @@ class TraceFiles:
         self._abandon()
 
     def _abandon(self) -> None:
-        """Leave the file as it is, unless nothing is in it."""
+        """Close the file, and delete it if it is empty."""
         if self._file is None:
             return
-        with suppress(OSError):  # it stays listed as it was
+        with suppress(OSError):  # the last listing remains
             self._list(State.CLOSED if self._file_bytes else State.DELETED)
         file, self._file, self._frame, self._list_s = self._file, None, None, None
         file.close()
@@ -281,7 +282,7 @@ class TraceFiles:
             self._path(self._number).unlink(missing_ok=True)
 
     def _break(self, why: str, number: int) -> None:
-        """Nothing is written until it is tried again; if a file was to be begun, the next one gets its number."""
+        """Stop writing until the next attempt; if a file was to be begun, the next one gets its number."""
         with self._lock:
             self._move_to(_State.BROKEN)
             self._retry_s = self._now_s() + self._options.retry_s
@@ -292,9 +293,9 @@ class TraceFiles:
         self._fault = why
         if self._now_s() >= self._warn_s:
             self._warn_s = self._now_s() + WARN_INTERVAL_S
-            log.warning("the recording in %s has a gap: %s; requests are served all the same", self._folder, why)
+            log.warning("the recording in %s has a gap: %s; requests are not affected", self._folder, why)
 
 
 def _reason_of(error: OSError | zstandard.ZstdError) -> str:
-    """Without the path, which callers of the server's health endpoint need not see."""
+    """Describe an error without the path, which the server's health endpoint must not expose."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

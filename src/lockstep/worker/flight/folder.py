@@ -8,16 +8,16 @@ change, oldest first::
     CHAIN {"file":"20261123-091502-811-000001.lstrace","state":"open"}
     CHAIN {"file":"20261123-091502-811-000001.lstrace","state":"closed","num_bytes":4096,"digest":"..."}
 
-- The first line is a `ManifestHeader`, each other one a `Listed`; the last line of a file is the one that counts.
-- ``digest`` is the BLAKE2b-128 of the file's first ``num_bytes`` bytes, as they lie on the disk.
-- ``CHAIN`` is the BLAKE2b-128 of the line's JSON, with the chain of the line before it as the key; the first has none.
-- A file is listed as *open* before it is created, again about once in a second while it grows, then as *closed* or
-  *deleted*. So a process that is killed at any moment leaves no unlisted file; an open file may be longer than
-  listed, and its own chain covers the rest. A line without its newline was not written to its end, and does not count.
-- A manifest of more than `MAX_BYTES` is written again: its header counts the lines that are left out, and has the chain
-  that they end with; what is deleted is left out, and the rest keeps its order.
+- The first line is a `ManifestHeader`, each other one a `Listed`. The last line about a file applies.
+- ``digest`` is the BLAKE2b-128 of the file's first ``num_bytes`` bytes on disk.
+- ``CHAIN`` is the BLAKE2b-128 of the line's JSON, keyed with the chain of the previous line; the first has no key.
+- A file is listed as *open* before it is created, again about once per second while it grows, then as *closed* or
+  *deleted*. A process that is killed at any moment therefore leaves no unlisted file. An open file may be longer than
+  listed, and its own chain covers the rest. A line without a newline is incomplete and is ignored.
+- A manifest of more than `MAX_BYTES` is compacted: deleted files are left out, and the others keep their order. The
+  header then contains the number of lines that were left out, and the chain at their end.
 
-The chain has no key: it finds what was changed, cut, removed or added, and not a folder that was written anew.
+The chain has no secret key: it reveals changed, truncated, removed and added lines, but not a completely new folder.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ TEXT_SUFFIX = ".lstext"
 """Suffix of files with a model's vocabulary and template."""
 DIGEST_BYTES = 16
 MAX_BYTES = 1 << 16
-"""A manifest is written again with more bytes than this, and than twice what it had when it was last written again."""
+"""Size in bytes from which a manifest is compacted, if it has also doubled since the last time."""
 _ID_BYTES = 8
 _HEX = 2 * DIGEST_BYTES
 _MACHINE_ID = Path("/etc/machine-id")
 _MAX_REOPENED = 100
-"""Tries to lock a manifest that other processes write again at the same time."""
+"""Maximum number of attempts to lock a manifest that other processes compact at the same time."""
 
 
 class State(Enum):
@@ -60,7 +60,7 @@ class State(Enum):
     """The file is being written, or its process was killed."""
     CLOSED = "closed"
     DELETED = "deleted"
-    """The recorder deleted the file to keep within its bound."""
+    """The recorder deleted the file to stay within its size limit."""
 
 
 class Listed(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -70,9 +70,9 @@ class Listed(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     state: State
     num_bytes: int = 0
     digest: str = ""
-    """Digest of the first ``num_bytes`` bytes; empty where that is 0."""
+    """Digest of the first ``num_bytes`` bytes; empty if ``num_bytes`` is 0."""
     needs: tuple[str, ...] = ()
-    """Names of the other files without which this one cannot be served: vocabularies and templates."""
+    """Names of the files without which this one cannot be served: vocabularies and templates."""
 
 
 class ManifestHeader(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -80,22 +80,22 @@ class ManifestHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
     schema: int
     lockstep: str
-    """The version that wrote it."""
+    """Version of Lockstep that wrote the manifest."""
     num_left_out: int = 0
-    """Lines that were left out when it was written again, all times together."""
+    """Total number of lines that compactions have left out."""
     chain: str = ""
-    """The chain that those lines end with."""
+    """Chain at the end of the lines that were left out."""
 
 
 @dataclass(slots=True)
 class Manifest:
-    """A manifest as it was read."""
+    """Content of a manifest file."""
 
     path: Path
     header: ManifestHeader
     files: dict[str, Listed] = field(default_factory=dict)
-    """The last line of each file. Recordings stand in the order in which they were begun, texts in that in which they
-    were last kept."""
+    """Last line of each file. Recordings are in the order in which they were begun, texts in the order in which they
+    were last written."""
     chain: bytes = b""
     num_lines: int = 0
 
@@ -105,7 +105,7 @@ class Manifest:
         return [each for each in self.files.values() if each.state is not State.DELETED]
 
     def take(self, listed: Listed) -> None:
-        """Go on by one line."""
+        """Apply the next line."""
         if listed.state is State.OPEN and not listed.num_bytes:
             self.files.pop(listed.file, None)
         self.files[listed.file] = listed
@@ -116,15 +116,15 @@ def digest_of(data: bytes) -> str:
 
 
 def manifest_files(folder: Path) -> list[Path]:
-    """The manifests of a folder, by name."""
+    """Manifests of a folder, by name."""
     return sorted(folder.glob(f"*{MANIFEST_SUFFIX}"))
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest and follow its chain.
+    """Read a manifest and check its chain.
 
     Raises:
-        TraceError: it cannot be read, is of another version, or a line is not the one that was written there.
+        TraceError: the manifest cannot be read or has another version, or a line does not match the chain.
     """
     try:
         data = path.read_bytes()
@@ -144,9 +144,9 @@ def read_manifest(path: Path) -> Manifest:
             else:
                 manifest.take(msgspec.json.decode(content, type=Listed))
         except msgspec.MsgspecError as error:
-            raise TraceError(f"{path}: line {number} is no line of a folder's manifest: {error}") from None
+            raise TraceError(f"{path}: line {number} is not a line of a folder's manifest: {error}") from None
     if rest and rest[: _HEX + 1] == b"%s " % chained(chain, rest[_HEX + 1 : -1]).hex().encode():
-        raise _changed(path, len(lines) + 1)  # a whole line, and another byte in the place of its newline
+        raise _changed(path, len(lines) + 1)  # a complete line with another byte instead of its newline
     if manifest is None:
         return Manifest(path, ManifestHeader(MANIFEST_SCHEMA_VERSION, __version__))
     manifest.chain, manifest.num_lines = chain, len(lines)
@@ -154,11 +154,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 class FolderManifest:
-    """Appends lines to this machine's manifest of a folder. For any thread and process; each call is one append.
+    """Appends lines to this machine's manifest of a folder. Safe for any thread and process; each call appends once.
 
     Args:
-        max_bytes: with more, and with more than twice what it had when it was last written again, the manifest is
-            written again without the lines that no longer count.
+        max_bytes: size from which the manifest is compacted, if it has also doubled since the last time.
     """
 
     def __init__(self, folder: Path, system: System = SYSTEM, max_bytes: int = MAX_BYTES) -> None:
@@ -175,7 +174,7 @@ class FolderManifest:
             path: another manifest of the folder; None: this machine's.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the manifest cannot be written.
         """
         path = path or self.path
         with _locked(path, self.system) as file:
@@ -186,13 +185,13 @@ class FolderManifest:
                 contents.insert(0, msgspec.json.encode(ManifestHeader(MANIFEST_SCHEMA_VERSION, __version__)))
             write_all(file, _as_lines(contents, chain))
             if os.fstat(descriptor).st_size > self._max_bytes:
-                with suppress(OSError, TraceError):  # a longer manifest is as good
-                    self.system.write_file(path, _without_removed(path))
+                with suppress(OSError, TraceError):  # the longer manifest remains valid
+                    self.system.write_file(path, _compacted(path))
                 self._max_bytes = max(self._least_bytes, 2 * path.stat().st_size)
 
 
 def lock(descriptor: int, operation: int) -> bool:
-    """Lock an open file; False: another process has it. True where the file system has no locks."""
+    """Lock an open file; False: another process holds the lock. True if the file system does not support locks."""
     try:
         fcntl.flock(descriptor, operation)
     except BlockingIOError:
@@ -204,7 +203,7 @@ def lock(descriptor: int, operation: int) -> bool:
 
 @contextmanager
 def _locked(path: Path, system: System) -> Iterator[FileIO]:
-    """The file, created where there is none, which no other process writes meanwhile."""
+    """Open the file, created if missing, while no other process writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(_MAX_REOPENED):
         with system.open(path, "a+b", 0o644) as file:
@@ -213,11 +212,11 @@ def _locked(path: Path, system: System) -> Iterator[FileIO]:
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     yield file
                     return
-    raise OSError(0, "the folder's manifest is written again by others all the time")
+    raise OSError(0, "other processes replace the folder's manifest too often")
 
 
 def _chain_at_end(descriptor: int) -> bytes:
-    """The chain of the last whole line; what stands behind that was never whole, and is removed."""
+    """Return the chain of the last complete line, and remove an incomplete line after it."""
     size = os.fstat(descriptor).st_size
     begin = max(0, size - MAX_BYTES)
     tail = os.pread(descriptor, size - begin, begin)
@@ -228,11 +227,11 @@ def _chain_at_end(descriptor: int) -> bytes:
     try:
         return bytes.fromhex(line[:_HEX].decode())
     except ValueError:
-        return b""  # the line was changed; readers refuse it
+        return b""  # the line was changed; readers reject it
 
 
-def _without_removed(path: Path) -> bytes:
-    """Content of a manifest without what no longer counts."""
+def _compacted(path: Path) -> bytes:
+    """Content of a compacted manifest."""
     manifest = read_manifest(path)
     live = manifest.live
     num_left_out = manifest.header.num_left_out + manifest.num_lines - len(live)
@@ -249,25 +248,25 @@ def _as_lines(contents: Sequence[bytes], chain: bytes) -> bytes:
 
 
 def chained(chain: bytes, content: bytes | memoryview) -> bytes:
-    """The chain behind a line of a manifest, or a chunk of a recording."""
+    """Chain after a line of a manifest or a chunk of a recording."""
     return blake2b(content, digest_size=DIGEST_BYTES, key=chain).digest()
 
 
 def _checked(path: Path, header: ManifestHeader) -> ManifestHeader:
     if header.schema != MANIFEST_SCHEMA_VERSION:
         raise TraceError(
-            f"{path}: its schema is {header.schema}, and this version reads {MANIFEST_SCHEMA_VERSION}; "
+            f"{path}: its schema is {header.schema}, this version reads schema {MANIFEST_SCHEMA_VERSION}; "
             f"it was written by lockstep {header.lockstep}"
         )
     return header
 
 
 def _changed(path: Path, number: int) -> TraceError:
-    return TraceError(f"{path}: line {number} is not the line that was written there: its chain is of something else")
+    return TraceError(f"{path}: line {number} differs from what was written: its chain does not match")
 
 
 def _id_of(folder: Path) -> str:
-    """Name of this machine's manifest of a folder; it does not reveal the machine's name."""
+    """Name of this machine's manifest in a folder; it does not reveal the machine's name."""
     machine = b""
     with suppress(OSError):
         machine = _MACHINE_ID.read_bytes()

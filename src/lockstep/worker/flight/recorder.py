@@ -1,7 +1,7 @@
-"""Recorders of a device and of its engines: what replicas and turns tell, as entries of a recording.
+"""Recorders of a device and of its engines, which write commands, steps and turns as entries of a recording.
 
-One recorder per device, so that the order in which replicas took turns is the order of the entries. The step thread
-calls everything here but `Recorder.of_engine` and `Recorder.report`.
+A device has one recorder, so that the entries are in the order of its turns. The step thread calls all methods except
+`Recorder.of_engine` and `Recorder.report`.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ from lockstep.worker.messages import AnswerShown, DispatchDecided, TokenizerPayl
 log = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 1 << 16
-"""More is handed over at once."""
-DEFECT = "a defect of the recorder, which the log shows, ended the recording"
+"""Size of collected entries in bytes from which they are queued for the disk at once."""
+DEFECT = "a defect of the recorder ended the recording; the log has the exception"
 
 
 class Recorder:
     """Records one device.
 
     Args:
-        options: what, and where.
-        turns: the device's.
+        options: options of the recording.
+        turns: scheduler of the device.
     """
 
     def __init__(self, options: TraceOptions, turns: DeviceScheduler, system: System = SYSTEM) -> None:
@@ -84,7 +84,7 @@ class Recorder:
         self._files, self.chunk = self._writer.files, self._writer.chunk
         self._now_s = system.now_s
         self.is_on = False
-        """Whether there is a file to write to."""
+        """True if there is a file to write to."""
         self.contents: Numbers[bytes] = Numbers()
         self.tenants: Numbers[str] = Numbers()
         self.has_stepped = False
@@ -92,14 +92,15 @@ class Recorder:
         self._lock = threading.Lock()
         self._turns = turns
         self._engines: dict[str, EngineRecorder] = {}
-        """Of the replicas that are there, by key; as the device, replaced and never changed."""
+        """Recorders of the loaded replicas by key. Any thread may read the mapping, which is replaced and never
+        modified."""
         self._needs: dict[str, None] = {}
-        """Texts of the engines that were there since the file began; replaced and never changed."""
+        """Texts of the engines that were loaded since the file began. The mapping is replaced and never modified."""
         self._num_engines = 0
         self._priorities: dict[str, int] | None = None
         self._with_work: Collection[str] = ()
         self._places: tuple[int, ...] = (0,)
-        """Who had work, as it was written last."""
+        """Indexes of the replicas with work, as last written."""
         self._is_idle = False
         self._ended_us = 0
         self._flush_s = 0.0
@@ -107,7 +108,7 @@ class Recorder:
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def of_engine(self, key: str, model: LoadedModel, config: SchedulerConfig) -> EngineRecorder:
-        """The recorder of an engine that is about to be made."""
+        """Create the recorder of an engine that is about to be loaded."""
         engine = EngineRecorder(self, key, model, config)
         with self._lock:
             self._engines = {**self._engines, key: engine}
@@ -115,11 +116,11 @@ class Recorder:
         return engine
 
     def keep_text(self, model: LoadedModel) -> str:
-        """Keep what a model's tokens are written with; its name, or nothing where it cannot be kept."""
+        """Write a model's vocabulary and template; returns their name, or an empty string if they cannot be written."""
         try:
             return write_text(self._files.manifest, TokenizerPayload.of(model.tokenizer.parts))
         except OSError as error:
-            what = "the vocabulary of %s cannot be kept in %s, so its recording cannot be served again: %s"
+            what = "the vocabulary of %s cannot be written to %s, so this recording cannot be served: %s"
             log.warning(what, model.name, self._options.directory, error.strerror)
             return ""
 
@@ -131,7 +132,8 @@ class Recorder:
 
     @guarded
     def begin_turn(self) -> None:
-        """Before commands and steps of a turn: begin a file if one is due, hand over what was recorded."""
+        """Called before the commands and steps of a turn: begin a file if one is due, and queue the collected
+        entries."""
         if self._has_given_up:
             return
         if self._files.is_steady:
@@ -151,10 +153,11 @@ class Recorder:
     def turn(
         self, priorities: Mapping[str, int], with_work: Collection[str], chosen: str, started_us: int, ended_us: int
     ) -> None:
-        """The turn of a replica has ended.
+        """Record the end of a replica's turn.
 
         Args:
-            priorities, with_work, chosen: as they went into, and came out of, `DeviceScheduler.choose`.
+            priorities, with_work: arguments of `DeviceScheduler.choose`.
+            chosen: result of `DeviceScheduler.choose`.
         """
         stepped, self.has_stepped = self.has_stepped, False
         gap_us, self._ended_us = started_us - (self._ended_us or started_us), ended_us
@@ -174,7 +177,7 @@ class Recorder:
 
     @guarded
     def idle(self, priorities: Mapping[str, int]) -> None:
-        """No engine has work."""
+        """Record that no engine has work."""
         if self.is_on:
             self._put_priorities(priorities)
             if not self._is_idle:
@@ -183,7 +186,7 @@ class Recorder:
 
     @guarded
     def shown(self, shown: AnswerShown) -> None:
-        """An answer has been shown; of a replica that is still there, with content only."""
+        """Record how an answer was sent to its client, if the recording has content and the replica is still loaded."""
         engine = self._engines.get(shown.replica)
         if engine is not None and self.is_on and self.has_content:
             engine.open()
@@ -199,7 +202,7 @@ class Recorder:
 
     @guarded
     def closed(self, key: str) -> None:
-        """A replica is unloaded; its engine does nothing any more."""
+        """Record that a replica is unloaded, after which its engine does nothing."""
         with self._lock:
             engine = self._engines.get(key)
             self._engines = {other: kept for other, kept in self._engines.items() if other != key}
@@ -209,20 +212,20 @@ class Recorder:
 
     @guarded
     def close(self) -> None:
-        """The device ends."""
+        """End the recording."""
         if self.is_on:
             self._end_file(goes_on=False)
         self._files.close()
 
     def give_up(self) -> None:
-        """A defect of ours: say so once, and record nothing any more. Within an ``except``."""
+        """End the recording after a defect of the recorder, and log it once. Called within an ``except``."""
         if not self._has_given_up:
-            log.exception("the recording ends here; requests are served all the same")
+            log.exception("the recording ends here; requests are not affected")
         self._has_given_up = True
         self._stop()
 
     def next_number(self) -> int:
-        """The number of an engine that has to do with the device for the first time."""
+        """Number for an engine that uses the device for the first time."""
         self._num_engines += 1
         return self._num_engines - 1
 
@@ -243,7 +246,7 @@ class Recorder:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _begin_file(self) -> None:
-        """End the file, if there is one, and begin the next with the state of everything."""
+        """End the open file, if any, and begin the next one with the state of all engines."""
         if self.is_on:
             self._end_file(goes_on=True)
         self.is_on = True
@@ -271,7 +274,7 @@ class Recorder:
         self._flush_s = self._now_s() + self._options.flush_interval_s
 
     def _stop(self) -> None:
-        """Nothing can be written: forget what was recorded, until a file can be begun again."""
+        """Discard the collected entries because nothing can be written, until a file can be begun again."""
         self.is_on = False
         self.chunk.clear()
         for engine in self._engines.values():
@@ -288,28 +291,28 @@ class EngineRecorder:
         self._config = config
         self._text = recorder.keep_text(model) if recorder.has_content else ""
         self.needs = {text_path(Path(), self._text).name: None} if self._text else {}
-        """Files without which its recording cannot be served."""
+        """Names of the files without which the engine's recording cannot be served."""
         self.number = -1
-        """Of the engine, once it had to do with the device."""
+        """Number of the engine; -1: it has not used the device yet."""
         self.is_open = False
-        """Whether the file has the engine."""
+        """True if the open file contains an entry of the engine."""
         self._num_lost_steps = 0
         self._has_begun = False
-        """Whether it had any command, recorded or not."""
+        """True if the engine has had any command, recorded or not."""
         self._scheduler: Scheduler | None = None
         self._fingerprint: Fingerprint | None = None
 
     def lost(self) -> dict[str, int]:
-        """Counters of what the recording lacks; for any thread."""
+        """Counters of lost parts of the recording. For any thread."""
         return {"trace_lost_steps": self._num_lost_steps, "trace_gaps": self._recorder.report().num_gaps}
 
     @property
     def is_recorded(self) -> bool:
-        """True if its steps reach a file now; for any thread."""
+        """True if the engine's steps reach a file now. For any thread."""
         return not self._recorder.report().fault
 
     def open(self) -> None:
-        """Let the file know the engine, if it does not."""
+        """Add the engine to the open file, if it is not there yet."""
         if self.is_open:
             return
         self.is_open = True
@@ -330,7 +333,7 @@ class EngineRecorder:
         self._recorder.chunk.put(entry)
 
     def begin_file(self) -> None:
-        """A file begins; an engine without a command so far needs no checkpoint."""
+        """Write the engine's checkpoint at the beginning of a file; an engine without commands so far needs none."""
         self.is_open = False
         if not self._has_begun:
             return
@@ -349,7 +352,7 @@ class EngineRecorder:
         recorder.chunk.put(checkpoint)
 
     def closed(self) -> Closed:
-        """The engine's position now."""
+        """Position of the engine now."""
         assert self._scheduler is not None
         assert self._fingerprint is not None
         return Closed.of(self.number, self._scheduler.stats().num_steps, self._fingerprint)
@@ -445,7 +448,7 @@ class EngineRecorder:
             self._put(Record(self.number, record, self._fingerprint.chain[:MARK_BYTES]))
 
     def _records(self) -> bool:
-        """True if anything is recorded now; the file then has the engine."""
+        """True if the recording is on, in which case the engine is added to the file."""
         self._has_begun = True
         if self._recorder.is_on:
             self.open()
@@ -456,14 +459,14 @@ class EngineRecorder:
 
 
 def _secret_of(options: TraceOptions) -> bytes:
-    """The operator's secret; empty where there is none, or none any more."""
+    """Operator's secret; empty: there is none, or the file can no longer be read."""
     try:
         return options.secret()
     except UsageError as error:
-        log.warning("%s; the recording has a key of its own, and compares with no other", error)
+        log.warning("%s; the recording uses a random key, so it cannot be compared with others", error)
         return b""
 
 
 def _ms(seconds: float | None) -> int | None:
-    """At least 1."""
+    """Milliseconds, rounded, at least 1; None: no limit."""
     return None if seconds is None else max(1, round(seconds * 1e3))

@@ -1,4 +1,5 @@
-"""Rotation: the oldest files of a folder are deleted so that the newest fits, and texts that no other file needs."""
+"""Rotation of recordings: deletes the oldest files of a folder so that the newest fits, and texts that no file
+needs."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ from lockstep.worker.flight.folder import (
 def make_room(
     manifest: FolderManifest, suffix: str, max_bytes: int, *, has_texts: bool, needs: Collection[str] = ()
 ) -> None:
-    """Delete the oldest files until the rest has at most so many bytes; each deletion is listed before it is done.
+    """Delete the oldest files until the rest has at most ``max_bytes``; each deletion is listed before it happens.
 
     Args:
-        has_texts: texts belong to files of this suffix: they count with them, and go with the last that needs them.
+        has_texts: True if files of this suffix need texts: their sizes are included, and each text is deleted after
+            the last file that needs it.
         needs: names of texts that the next file needs.
 
     Raises:
@@ -50,11 +52,11 @@ def make_room(
             total -= texts.pop(text)
     for each in manifests:
         if not each.live and each.path != manifest.path:
-            each.path.unlink(missing_ok=True)  # another machine's, of which nothing is left
+            each.path.unlink(missing_ok=True)  # all files of this other machine are deleted
 
 
 def _sizes(folder: Path, suffix: str) -> list[tuple[Path, int]]:
-    """Files and their sizes, the one that was written last at the end."""
+    """Files and their sizes, the last written file at the end."""
     found: list[tuple[int, Path, int]] = []
     for path in folder.glob(f"*{suffix}"):
         with suppress(FileNotFoundError):  # another process has deleted it
@@ -75,7 +77,7 @@ def _is_in_use(path: Path) -> bool:
 def _readable(folder: Path) -> list[Manifest]:
     found = []
     for path in manifest_files(folder):
-        with suppress(TraceError):  # readers refuse it; the bound is kept all the same
+        with suppress(TraceError):  # readers reject it, but its files count against the limit
             found.append(read_manifest(path))
     return found
 
@@ -91,9 +93,9 @@ def _delete(own: FolderManifest, manifests: Sequence[Manifest], path: Path) -> N
 
 
 def _unneeded(manifests: Sequence[Manifest], suffix: str, texts: Sequence[Path]) -> Iterator[Path]:
-    """Texts that were kept before the oldest file that is left was begun, and that no file needs.
+    """Texts that no file needs and that were written before the oldest remaining file was begun.
 
-    What was kept later may be of a model whose first steps are still to come.
+    A text that was written later may belong to a model that has not made its first step yet.
     """
     needed = {name: True for each in manifests for listed in each.live for name in listed.needs}
     for path in texts:

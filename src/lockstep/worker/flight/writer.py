@@ -1,4 +1,4 @@
-"""The writer of a recording: its entries as chunks of files, each between a header and an end."""
+"""Writer of a recording: puts entries into chunks of files, each file between a header and an end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ Arguments = ParamSpec("Arguments")
 
 
 def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """A defect of a recorder ends its recording, and never a request. For methods of classes with a ``give_up``."""
+    """Decorate a recorder's method so that an exception ends the recording instead of a request.
+
+    The class needs a method ``give_up``.
+    """
 
     @wraps(method)
     def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
         try:
             method(*arguments, **named)
-        except Exception:  # whatever it is: requests go on
+        except Exception:  # requests continue after any exception
             arguments[0].give_up()  # type: ignore[attr-defined]  # self
 
     return call
@@ -34,24 +37,24 @@ class RecordingWriter:
     """Writes the entries of steps, of plans or of routes. For one thread.
 
     Args:
-        suffix: of the files.
-        key_name: of the key of its digests; empty: it has none.
+        suffix: suffix of the file names.
+        key_name: name of the key of the digests; empty: there are no digests.
     """
 
     def __init__(self, options: TraceOptions, suffix: str, key_name: str = "", system: System = SYSTEM) -> None:
         self.files = TraceFiles(options, suffix, system)
         self.chunk = ChunkWriter()
-        """Entries that were not handed over yet."""
+        """Entries that are not queued for the disk yet."""
         self._has_content = options.has_content
         self._key_name = key_name
 
     def begin(self, put_state: Callable[[], None], needs: tuple[str, ...] = (), gap: str = "") -> None:
-        """Begin a file; the one before has ended.
+        """Begin a file; the previous one has ended.
 
         Args:
-            put_state: puts the entries by which the file is understood without those before it.
+            put_state: adds the entries that make the file readable without the files before it.
             needs: names of files in the folder without which this one cannot be served.
-            gap: reason why what came before is in no file, where that is not known to the files.
+            gap: reason why the part before this file was not recorded, if it was not a write error.
         """
         files = self.files
         header = Header(
@@ -69,18 +72,18 @@ class RecordingWriter:
         files.begin(beginning + (self.chunk.take() if self.chunk.num_bytes else b""), needs)
 
     def flush(self, needs: tuple[str, ...] = ()) -> None:
-        """Hand over the entries that were put."""
+        """Queue the collected entries for the disk."""
         if self.chunk.num_bytes:
             self.files.put(self.chunk.take(), needs)
 
     def end(self, *, goes_on: bool, engines: tuple[Closed, ...] = (), needs: tuple[str, ...] = ()) -> None:
-        """End the file, if one is open."""
+        """End the open file, if any."""
         if self.files.is_open:
             self.chunk.put(End(engines, goes_on))
             self.flush(needs)
         self.chunk.clear()
 
     def close(self) -> None:
-        """End the recording, and write what is left within a bounded time."""
+        """End the recording, and write the queued chunks within a limited time."""
         self.end(goes_on=False)
         self.files.close()
