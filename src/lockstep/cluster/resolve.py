@@ -203,6 +203,8 @@ class OpenedSource:
     max_model_len: int
     is_stub: bool
     task: Task = "generate"
+    activation_bytes: int = 0
+    """Upper bound of an encoder's memory for one token of a text; 0: a decoder, whose pool holds KV."""
 
     @classmethod
     def open(
@@ -230,6 +232,7 @@ class OpenedSource:
             artifact.config.max_model_len,
             is_stub=False,
             task=artifact.task,
+            activation_bytes=artifact.config.memory_per_token(4) if artifact.config.bidirectional else 0,
         )
 
     def options(self, entry: ModelEntry, base: LoadOptions, is_alone: bool) -> LoadOptions:
@@ -256,9 +259,14 @@ class OpenedSource:
     def footprint(self, entry: ModelEntry, engine: EngineOptions) -> Footprint:
         if self.is_stub:
             return predict(entry.size_bytes or DECLARED_BYTES, 0, 0)
-        return predict(
-            entry.size_bytes, self.file_bytes, engine.kv_cache_memory_bytes or 0, engine.host_kv_memory_bytes or 0
-        )
+        device_bytes, host_bytes = engine.kv_cache_memory_bytes or 0, engine.host_kv_memory_bytes or 0
+        if self.activation_bytes:  # the pool has room for the longest texts at most, and nothing is preempted
+            from lockstep.executors.native.forward import BLOCK_TOKENS
+
+            longest = min(self.max_model_len, engine.max_model_len or self.max_model_len)
+            tokens = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS * engine.max_num_seqs
+            device_bytes, host_bytes = min(device_bytes, tokens * self.activation_bytes), 0
+        return predict(entry.size_bytes, self.file_bytes, device_bytes, host_bytes)
 
 
 def _with_pools(engine: EngineOptions, resources: Resources, num_replicas: int) -> EngineOptions:
