@@ -47,7 +47,12 @@ def facts(check: Check, manifest: str | Path, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("example", "num_models", "num_resident", "resident_mb"),
-    [("customer-support", 5, 3, 2_400), ("density-50", 51, 26, 20_800), ("warming-heavy", 9, 1, 800)],
+    [
+        ("customer-support", 5, 3, 2_400),
+        ("density-50", 51, 26, 20_800),
+        ("warming-heavy", 9, 1, 800),
+        ("embeddings", 5, 4, 3_200),
+    ],
 )
 def test_the_examples_boot_on_stubs(
     check: Check, example: str, num_models: int, num_resident: int, resident_mb: int
