@@ -15,8 +15,8 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
-from lockstep.engine.scoring import cosine
 from lockstep.errors import InvalidParameterError
+from lockstep.executors.row_math import row_math
 from lockstep.executors.sampling_params import SamplingParams
 
 Vector = npt.NDArray[np.float32]
@@ -59,11 +59,20 @@ def decide(rule: NearestRule, examples: Sequence[Vector], message: Vector) -> Ne
         examples: vectors of ``rule.texts``, in order.
         message: vector of the message.
     """
-    vectors = iter(examples)
-    scores = tuple((id_, max(cosine(next(vectors), message) for _ in texts)) for id_, texts in rule.examples.items())
+    cosines = iter(_cosines(examples, message))
+    scores = tuple((id_, max(next(cosines) for _ in texts)) for id_, texts in rule.examples.items())
     best = max(scores, key=lambda each: each[1])  # the first of equal ones
     is_similar = rule.min_score is None or best[1] >= rule.min_score
     return NearestDecision(best[0] if is_similar else None, scores)
+
+
+def _cosines(examples: Sequence[Vector], message: Vector) -> list[float]:
+    """Cosine of each example and the message, with the bits of `engine.scoring.cosine`. The event loop waits for it, so
+    all lengths are computed at once."""
+    math = row_math()
+    *units, other = math.unit(np.stack([*examples, message]))
+    wide = other.astype(np.float64)
+    return [math.total(unit * wide) for unit in units]
 
 
 def embedding_of(text: str, entry: str, call: GenerationRequest) -> GenerationRequest:
