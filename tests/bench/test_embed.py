@@ -27,7 +27,7 @@ def test_every_length_and_batch_size_is_measured(
     assert invoke(["bench", "embed", embedder, *SMALL, "--json", "--result-filename", str(path)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads(path.read_text())
-    assert (result["model_id"], result["task"], result["num_texts"]) == ("embedder", "embed", 3)
+    assert (result["model_id"], result["num_texts"]) == ("embedder", 3)
     cases = [(row["length"], row["batch_size"], row["num_texts"]) for row in result["results"]]
     assert cases == [(4, 1, 3), (4, 2, 4), (9, 1, 3), (9, 2, 4)]
     for row in result["results"]:
@@ -46,13 +46,11 @@ def test_the_texts_of_a_batch_share_steps(embedder: str) -> None:
     assert steps == {1: 9, 4: 3}
 
 
-def test_people_get_a_table(embedder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_get_a_table(embedder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["bench", "embed", embedder, *SMALL]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "tokens"
     assert [row.split()[:2] for row in rows] == [["4", "1"], ["4", "2"], ["9", "1"], ["9", "2"]]
-    reranker = str(write_reranker(tmp_path / "reranker"))
-    assert invoke(["bench", "embed", reranker, *SMALL]) == 0
 
 
 @pytest.mark.parametrize(
@@ -74,6 +72,11 @@ def test_a_wrong_flag_is_one_line(
     assert printed.count("\n") == 1
 
 
-def test_a_model_of_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["bench", "embed", "stub://alpha"]) == 2
-    assert "`lockstep bench throughput` measures it" in capsys.readouterr().err
+def test_a_model_of_text_or_for_scores_is_refused_without_the_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reranker = str(write_reranker(tmp_path / "reranker"))
+    for model in ("stub://alpha", reranker):
+        assert invoke(["bench", "embed", model, *SMALL]) == 2
+        assert "add --task embed to measure it as one" in capsys.readouterr().err
+    assert invoke(["bench", "embed", reranker, "--task", "embed", *SMALL]) == 0

@@ -1,4 +1,4 @@
-"""Embedding bench: measures the vectors of an embedding model, or the scores of a reranker, in this process."""
+"""Embedding bench: measures an embedding model in this process."""
 
 from __future__ import annotations
 
@@ -68,15 +68,13 @@ def run_embed_bench(
         report: called with the completed fraction.
 
     Raises:
-        UsageError: the model generates text.
+        UsageError: the model generates text or scores documents.
         PromptTooLongError: a length is more than the model's longest text.
     """
     import numpy as np
 
-    if llm.model.task == "generate":
-        raise UsageError(
-            f"model {llm.model.name!r} generates text; `lockstep bench throughput` measures it, or --task embed"
-        )
+    if llm.model.task != "embed":
+        raise UsageError(f"model {llm.model.name!r} is no embedding model; add --task embed to measure it as one")
     lengths, sizes = numbers_of("--lengths", options.lengths), numbers_of("--batch-sizes", options.batch_sizes)
     rng = np.random.default_rng([options.seed, 5])
     num_cases, rows = len(lengths) * len(sizes), list[dict[str, Any]]()
@@ -89,7 +87,7 @@ def run_embed_bench(
             duration_s, cpu_s = min(_measured(llm, batches) for _ in range(options.rounds))
             rows.append(_row(length, size, num_texts, duration_s, cpu_s))
             report(len(rows) / num_cases)
-    return {"model_id": llm.model.name, "task": llm.model.task, **asdict(options), "results": rows}
+    return {"model_id": llm.model.name, **asdict(options), "results": rows}
 
 
 def text_of(result: Mapping[str, Any]) -> str:

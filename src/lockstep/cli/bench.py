@@ -262,7 +262,7 @@ class EmbedRun:
 @bench_app.command()
 @with_flags
 def embed(given: EmbedRun) -> None:
-    """Measure an embedding model or a reranker in this process: texts and tokens per second, by length and batch."""
+    """Measure an embedding model in this process: texts and tokens per second, by length and number of texts."""
     from lockstep.bench.embed import run_embed_bench, text_of
     from lockstep.engine.llm import LLM
 

@@ -31,7 +31,7 @@ COMPLETION_VARIABLE = "_LOCKSTEP_COMPLETE"
 VERBS: Mapping[str, tuple[str, str]] = {
     "run": (
         "lockstep.cli.run:run",
-        "Answer a prompt, or chat without one; or print vectors or scores of texts, with a model for these.",
+        "Answer a prompt, chat, or print vectors or scores of texts.",
     ),
     "serve": ("lockstep.cli.serve:serve", "Serve a model, or a cluster of models, to OpenAI clients."),
     "demo": (

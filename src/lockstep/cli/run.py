@@ -44,9 +44,9 @@ MAX_TEXTS_AT_ONCE = 16
 Texts = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[TEXT]...",
-        help="A prompt; or texts for an embedding model; or a query and its documents for a reranker. Models for "
-        "vectors and scores also read standard input, one text or document per line.",
+        metavar="TEXT",
+        help="A prompt, texts for an embedding model, or a query and its documents for a reranker. Texts and "
+        "documents may also come from standard input, one per line.",
     ),
 ]
 
@@ -148,7 +148,7 @@ class RunFlags:
 
 @with_flags
 def run(given: RunFlags) -> None:
-    """Answer a prompt, or chat without one; or print vectors or scores of texts, with a model for these."""
+    """Answer a prompt, chat, or print vectors or scores of texts."""
     params = given.sampling.params(given.constraint.constraint())  # a fault is reported before the model is loaded
     local = given.local
     variables = local.template_variables()

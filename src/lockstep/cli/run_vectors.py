@@ -31,7 +31,7 @@ class VectorFlags:
     prompt_name: str | None = None
     """Name of the embedding model's prompt that is put before each text; None: the model's default."""
     dimensions: int | None = None
-    """Elements to keep from the start of each vector; None: all."""
+    """Elements to keep from the start of each vector; None: all of them."""
     instruction: str | None = None
     """What relevance means, for a reranker that reads an instruction; None: its default."""
 
