@@ -17,7 +17,7 @@ import psutil
 import pytest
 from msgspec import structs
 
-from lockstep.artifacts.model import Task
+from lockstep.artifacts.task import Task
 from lockstep.cluster.snapshot import EngineSnapshot, ReplicaSnapshot
 from lockstep.errors import ConfigError, UsageError
 from lockstep.server.options import ServerOptions

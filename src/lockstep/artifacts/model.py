@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from lockstep.artifacts.task import Task as Task
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -203,11 +205,6 @@ class TokenizerParts:
     """Name of the prompt that is used if a request names none; None: no prompt."""
     answer_ids: tuple[int, int] | None = None
     """Tokens of a reranker that mean relevant and not relevant; None: those of ``yes`` and ``no``."""
-
-
-Task = Literal["generate", "embed", "rerank"]
-"""What a model is for: text, vectors, or scores of pairs of texts."""
-TASKS: tuple[Task, ...] = get_args(Task)
 
 
 @dataclass(frozen=True, slots=True)

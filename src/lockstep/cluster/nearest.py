@@ -7,13 +7,14 @@ every machine. Of equal scores, the model that is named first wins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from lockstep.cluster.dispatch import NearestRule as NearestRule
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.row_math import row_math
@@ -24,23 +25,6 @@ Scores = tuple[tuple[str, float], ...]
 """Best cosine of each model's examples, in order of definition."""
 MAX_EXAMPLES = 1_024
 """Maximum number of examples of a rule, all models together. Each is compared with every message."""
-
-
-@dataclass(frozen=True, slots=True)
-class NearestRule:
-    """Examples by the model that should answer messages like them."""
-
-    set: str
-    """List that contains the target models."""
-    examples: Mapping[str, tuple[str, ...]]
-    """Texts by target id, in order of definition."""
-    min_score: float | None = None
-    """Smallest cosine with which an example decides; below it the fallback answers. None: the best example decides."""
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """All examples, in order."""
-        return tuple(text for texts in self.examples.values() for text in texts)
 
 
 @dataclass(frozen=True, slots=True)

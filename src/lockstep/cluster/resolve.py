@@ -14,8 +14,9 @@ from typing import Any
 
 from lockstep.artifacts.hub.source import SCHEME as HUB
 from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
-from lockstep.artifacts.model import ModelConfig, Task, TokenizerParts
+from lockstep.artifacts.model import ModelConfig, TokenizerParts
 from lockstep.artifacts.source import open_artifact
+from lockstep.artifacts.task import Task
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.manifest import Manifest, ModelEntry, Resources, Tier
 from lockstep.cluster.replica_state import ReplicaSpec

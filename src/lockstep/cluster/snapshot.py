@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from lockstep.artifacts.model import Task
+from lockstep.artifacts.task import Task
 from lockstep.engine.metrics import HistogramSnapshot
 from lockstep.errors import HostNotFoundError
 from lockstep.spelling import did_you_mean, listed

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import uvicorn
 from fastapi import FastAPI
 
-from lockstep.artifacts.model import Task
+from lockstep.artifacts.task import Task
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, EngineSnapshot, ModelSnapshot
 from lockstep.errors import LockstepError, UnavailableError, UsageError

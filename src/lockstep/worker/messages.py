@@ -10,7 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from lockstep.artifacts.model import Task, TokenizerParts
+from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.task import Task
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import ContentNews
 from lockstep.core.request import Priority

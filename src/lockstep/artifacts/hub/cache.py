@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
     from huggingface_hub.utils import DeleteCacheStrategy
 
-    from lockstep.artifacts.model import Task
+    from lockstep.artifacts.task import Task
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHORT_COMMIT = 12
