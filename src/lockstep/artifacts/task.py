@@ -1,4 +1,4 @@
-"""What models are for. A separate module without imports, because every page of help needs it."""
+"""Tasks of models. They have a module without imports, because every page of help needs them."""
 
 from __future__ import annotations
 

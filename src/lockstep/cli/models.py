@@ -133,7 +133,7 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
 
 
 def _vector_facts(artifact: Artifact) -> dict[str, Any]:
-    """How an embedding model or a reranker makes vectors or scores; empty for a model of text."""
+    """Facts about the vectors of an embedding model, or the scores of a reranker; empty for a model of text."""
     config, embedding = artifact.config, artifact.embedding
     if artifact.task == "generate" or embedding is None:
         return {}

@@ -61,7 +61,7 @@ class LoadedModel:
 
     @property
     def scoring(self) -> Scoring | None:
-        """How the model scores pairs of texts; None: it generates text."""
+        """Kind of the scores of pairs of texts; None: the model generates text."""
         return scoring_of(self.task, self.executor.geometry.num_stages)
 
     def text_limit(self, config: SchedulerConfig) -> int:

@@ -337,7 +337,7 @@ class Loaded(_Event, frozen=True):
 
     @property
     def scoring(self) -> Scoring | None:
-        """How the model scores pairs of texts; None: it generates text."""
+        """Kind of the scores of pairs of texts; None: the model generates text."""
         return scoring_of(self.task, self.geometry.num_stages)
 
 

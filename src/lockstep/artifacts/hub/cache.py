@@ -204,7 +204,7 @@ def _name_in(revision: CachedRevisionInfo, path: Path) -> str:
 
 
 def _task_of(snapshot: Path) -> Task | None:
-    """What a model is for; None: its configuration is not supported. The weights are not checked."""
+    """Task of a model; None: its configuration is not supported. The weights are not checked."""
     from lockstep.artifacts.embedding import read_sentence_transformers, task_of
     from lockstep.artifacts.huggingface_config import read_config
     from lockstep.artifacts.metadata import read_json
