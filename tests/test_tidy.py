@@ -39,6 +39,7 @@ LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package 
 
 # Rooms and modules that decide: values in, values out.
 PURE = (
+    "artifacts.task",
     "core",
     "cluster.budget",
     "cluster.dispatch",

@@ -63,7 +63,7 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation("engine", r"\(min\(prompt_ids\), (max\(prompt_ids\))\)", r"(\1,)", "input_processing"),
     Mutation("engine", r"\(\*ends, \*params\.stop_token_ids\)", "ends", "stops"),
     Mutation("engine", r"1 <= (len\(request\.session_id\)) <= MAX", r"1 <= \1 < MAX", "sessions|input_processing"),
-    Mutation("engine", r"\(len\(prompt_ids\), 1, \(\), ", "(len(prompt_ids), 2, (), ", "pooling|embeddings"),
+    Mutation("engine", r"(len\(prompt_ids\) \* num_stages,\s+)1,", r"\g<1>2,", "pooling|embeddings"),
     Mutation("engine", r"reason is not FinishReason\.ERROR and (generation\.pooler)", r"\1", "answers"),
     # Text deltas.
     Mutation("engine", r"= min\(found\)$", "= max(found)", "stops"),

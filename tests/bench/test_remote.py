@@ -68,6 +68,11 @@ def streamed(remote: RemoteServer) -> str:
         ),
         (response("200 OK", b'{"data": {}}'), RemoteServer.models, "/v1/models is not a list of models"),
         (response("200 OK", b'{"data": []}'), lambda remote: remote.model_or_first(None), "name one with --model"),
+        (
+            response("200 OK", b'{"data": [{"id": "vectors", "task": "embed"}]}'),
+            lambda remote: remote.model_or_first(None),
+            "lists no model that generates text; name one with --model",
+        ),
         (response("500 Oh", b"boom", "text/plain"), RemoteServer.models, "/v1/models answered 500: boom"),
         (response("500 Oh", b"", "text/plain"), RemoteServer.models, "/v1/models answered 500: no reason given"),
         (response("401 No", b"{}"), RemoteServer.models, "--api-key or OPENAI_API_KEY"),
@@ -137,3 +142,9 @@ def test_follow_yields_lines_and_raises_when_the_server_refuses() -> None:
         pytest.raises(RemoteError, match="answered 401: no; set the server's key"),
     ):
         list(remote.follow("/v1/events"))
+
+
+def test_the_first_model_is_one_for_text() -> None:
+    cards = [{"id": "vectors", "task": "embed"}, {"id": "far", "task": None}, {"id": "chat", "task": "generate"}]
+    with answering(response("200 OK", json.dumps({"data": cards}).encode())) as remote:
+        assert remote.model_or_first(None) == "far"

@@ -26,8 +26,8 @@ OPTIONS = {"cli", "core", "engine", "errors", "executors", "option_fields", "sho
 """Packages from which every verb's page may import: names, defaults and sentences of options."""
 MORE = {"serve": {"server", "worker"}, "replay --serve": {"server", "worker"}, "bench": {"bench", "replay"}}
 """Further ones, for the same."""
-RANGES = {"lockstep.artifacts", "lockstep.artifacts.generation_config"}
-"""Modules with the ranges of sampling parameters."""
+RANGES = {"lockstep.artifacts", "lockstep.artifacts.generation_config", "lockstep.artifacts.task"}
+"""Modules with the ranges of sampling parameters and the values of a flag."""
 _PROGRAM = """
 import contextlib, io, sys
 from lockstep.cli.main import invoke

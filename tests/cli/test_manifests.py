@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from lockstep.cli.main import invoke
+from lockstep.engine.loading import load_model
+from lockstep.engine.options import EngineOptions, LoadOptions
 from tests.artifacts.hub.stand_in import hub_environment
+from tests.cli.encoders import write_embedder, write_reranker
 from tests.processes import run
 from tools.random_models import write_gguf
 
@@ -44,7 +47,12 @@ def facts(check: Check, manifest: str | Path, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("example", "num_models", "num_resident", "resident_mb"),
-    [("customer-support", 5, 3, 2_400), ("density-50", 51, 26, 20_800), ("warming-heavy", 9, 1, 800)],
+    [
+        ("customer-support", 5, 3, 2_400),
+        ("density-50", 51, 26, 20_800),
+        ("warming-heavy", 9, 1, 800),
+        ("embeddings", 5, 4, 3_200),
+    ],
 )
 def test_the_examples_boot_on_stubs(
     check: Check, example: str, num_models: int, num_resident: int, resident_mb: int
@@ -68,6 +76,21 @@ def test_a_line_a_model_and_a_line_a_budget(check: Check) -> None:
     assert "800 MB" in rows[0]
     assert gpu == "gpu_budget: 2.4 GB needed of 18 GB"
     assert ram.startswith("ram_budget: ")
+
+
+def test_budgets_count_activations_of_encoders_and_tasks_are_shown(check: Check, tmp_path: Path) -> None:
+    embedder, reranker = write_embedder(tmp_path / "embedder"), write_reranker(tmp_path / "reranker")
+    path = tmp_path / "manifest.yaml"
+    chat = "{source: 'pocket://'}"
+    path.write_text(f"cluster: c\nmodels:\n  e: {{source: {embedder}}}\n  r: {{source: {reranker}}}\n  chat: {chat}\n")
+    models = {each["id"]: each for each in facts(check, path)["models"]}
+    assert {id_: each["task"] for id_, each in models.items()} == {"e": "embed", "r": "rerank", "chat": "generate"}
+    model, config = load_model(str(embedder), LoadOptions(EngineOptions(max_num_seqs=64), cache_dir=tmp_path / "cache"))
+    used = config.num_blocks * model.executor.geometry.bytes_per_block + (model.weights_bytes or 0)
+    model.close()
+    assert used <= models["e"]["resident_bytes"] <= 2 * used
+    head, row, *_ = check(path)[1].splitlines()
+    assert row[head.index("task") :].split()[0] == "embed"
 
 
 def test_one_model_behind_every_name_is_one_replica(check: Check, tmp_path: Path) -> None:

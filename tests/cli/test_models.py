@@ -16,6 +16,7 @@ from lockstep.cli.main import invoke
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.executors.native.executor import NativeExecutor
+from tests.cli.encoders import write_embedder, write_reranker
 from tools.random_models import SHAPES, write_gguf, write_huggingface
 
 Run = Callable[..., tuple[int, str, str]]
@@ -73,6 +74,25 @@ def test_info_prints_the_types_of_loaded_weights(run: Run, models: Path, tmp_pat
     assert facts["loaded_bytes"] == load_model(str(mixed), LoadOptions(EngineOptions(num_blocks=1)))[0].weights_bytes
     facts = json.loads(run("models", "info", str(models / "tiny-llama"), "--quantize", "int4", "--json")[1])
     assert facts["loaded_as"].keys() == {"Q4_0", "Q8_0"}
+
+
+def test_info_tells_how_an_encoder_makes_vectors_and_scores(run: Run, tmp_path: Path) -> None:
+    embedder, reranker = write_embedder(tmp_path / "embedder"), write_reranker(tmp_path / "reranker")
+    facts = json.loads(run("models", "info", str(embedder), "--json")[1])
+    expected = {
+        "task": "embed", "longest_text": 60, "vector_size": 48, "pooling": "mean", "normalize": True,
+        "dense_layers": ["48 tanh"], "prompts": {"query": "where is ", "document": ""}, "default_prompt": None,
+    }  # fmt: skip
+    assert expected.items() <= facts.items()
+    model, _ = load_model(str(embedder), LoadOptions(EngineOptions(num_blocks=1), cache_dir=tmp_path / "cache"))
+    assert 32 * facts["activation_bytes_per_token_f16"] == model.executor.geometry.bytes_per_block
+    model.close()
+    shown = run("models", "info", str(embedder))[1]
+    assert "dense layers                    48 tanh" in shown
+    facts = json.loads(run("models", "info", str(reranker), "--json")[1])
+    assert (facts["task"], facts["scores"], facts["labels"]) == ("rerank", "a classifier", 1)
+    assert facts["longest_text"] == 256
+    assert json.loads(run("models", "info", "pocket://", "--json")[1])["task"] == "generate"
 
 
 def test_run_quantises_float_weights_and_refuses_others(run: Run, models: Path) -> None:

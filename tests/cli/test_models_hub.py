@@ -66,7 +66,8 @@ def test_a_model_is_pulled_listed_run_without_the_hub_and_removed(
     assert (path / "model.safetensors").is_file()
 
     [listed] = json.loads(here("list", "--json")[1])
-    assert (listed["source"], listed["revision"], listed["format"]) == ("hf://acme/tiny", "main", "safetensors")
+    named = (listed["source"], listed["revision"], listed["task"], listed["format"])
+    assert named == ("hf://acme/tiny", "main", "generate", "safetensors")
     assert listed["commit"] == path.name
     table = here("list")[1]
     assert "hf://acme/tiny" in table

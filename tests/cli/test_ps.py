@@ -77,6 +77,18 @@ def test_a_budget_that_was_cut_shows_its_declared_size() -> None:
     assert "far        remote    remote            -         -" in shown
 
 
+def test_tasks_are_shown_if_a_model_is_not_for_text() -> None:
+    from msgspec.structs import replace
+
+    snapshot = Managed().snapshot()
+    text_only = replace(snapshot, models=tuple(replace(model, task="generate") for model in snapshot.models))
+    assert "TASK" not in text_of(text_only)
+    models = (replace(snapshot.models[0], task="embed"), *text_only.models[1:])
+    head, first, second, *_ = text_of(replace(snapshot, models=models)).splitlines()
+    at = head.index("TASK")
+    assert (first[at:].split()[0], second[at:].split()[0]) == ("embed", "generate")
+
+
 def test_a_budget_that_is_not_set_is_shown_as_memory_without_a_limit() -> None:
     from msgspec.structs import replace
 

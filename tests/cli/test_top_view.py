@@ -83,6 +83,19 @@ def test_header_names_the_computation_of_models() -> None:
     assert "  avx2, 2 threads  up" in lines_of(view_of(changed(cluster, replicas=replicas)))[0]
 
 
+def test_tasks_are_shown_if_a_model_is_not_for_text() -> None:
+    cluster = snapshot_of(("chat", "vectors"))
+    tasks = ("generate", "embed")
+    models = tuple(changed(model, task=task) for model, task in zip(cluster.models, tasks, strict=True))
+    lines = lines_of(view_of(changed(cluster, models=models)))
+    head = next(line for line in lines if line.startswith("MODEL"))
+    shown = {
+        line.split()[0]: line[head.index("TASK") :].split()[0] for line in lines if line.startswith(("chat", "vectors"))
+    }
+    assert shown == {"chat": "generate", "vectors": "embed"}
+    assert not any("TASK" in line for line in lines_of(view_of(snapshot_of())))
+
+
 def test_fifty_models_are_cut_and_scrolled() -> None:
     view = view_of(snapshot_of(MANY))
     shown = lines_of(view, height=20)

@@ -13,6 +13,7 @@ from lockstep.cluster.manifest_file import dump, parse
 from lockstep.cluster.nearest import NearestRule, decide, embedding_of, message_of
 from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.engine.scoring import cosine
 from lockstep.errors import InvalidParameterError, ManifestError
 from lockstep.replay.trace import open_trace
 from lockstep.worker.flight.entries import Dispatched
@@ -46,6 +47,14 @@ def test_the_most_similar_example_decides() -> None:
     assert decision.target == "billing"
     assert decision.scores == (("billing", 1.0), ("technical", 0.0))
     assert decide(RULE, [EAST, NORTH, -EAST], -EAST).target == "technical"
+
+
+def test_a_score_has_the_bits_of_the_cosine_of_two_vectors() -> None:
+    rng = np.random.default_rng(0)
+    examples, message = list(rng.standard_normal((3, 100), np.float32)), rng.standard_normal(100, np.float32)
+    examples[1][:] = 0
+    expected = [cosine(example, message) for example in examples]
+    assert decide(RULE, examples, message).scores == (("billing", max(expected[:2])), ("technical", expected[2]))
 
 
 def test_of_equal_scores_the_first_model_wins() -> None:

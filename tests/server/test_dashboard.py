@@ -99,7 +99,7 @@ def test_every_panel_fills(server: ServerProcess, open_page: Open) -> None:
         ask(server, "I was charged twice", session_id=f"user {number % 3}")
     expect(page.locator("#cluster")).to_have_text("customer-support-agent")
     expect(page.locator("#models tbody tr")).to_have_count(5)
-    expect(page.locator("#models tbody tr", has_text="billing").locator("td").nth(5)).to_have_text("12")
+    expect(page.locator("#models tbody tr", has_text="billing").locator("td").nth(6)).to_have_text("12")
     expect(page.locator("#sessions tbody tr")).to_have_count(3)
     expect(page.locator("#sessions tbody tr", has_text="on the device")).to_have_count(3)
     expect(page.locator("#requests tbody tr")).to_have_count(12)

@@ -17,10 +17,11 @@ import psutil
 import pytest
 from msgspec import structs
 
+from lockstep.artifacts.task import Task
 from lockstep.cluster.snapshot import EngineSnapshot, ReplicaSnapshot
 from lockstep.errors import ConfigError, UsageError
 from lockstep.server.options import ServerOptions
-from lockstep.server.run import ready_lines, run_server
+from lockstep.server.run import first_request, ready_lines, run_server
 from lockstep.server.serving import Lifecycle, ServerPhase
 from tests.server.managing import Managed
 from tests.server.process import IN_THREAD, ServerProcess, plain_async_client, serve
@@ -223,6 +224,22 @@ def test_the_lines_at_ready_are_limited_in_number() -> None:
         "metrics: http://h/metrics; documentation of the API: http://h/docs",
         "no API key is required: every caller on this machine is an admin",
     ]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"), [("embed", "embeds texts at /v1/embeddings"), ("rerank", "scores documents at /v1/rerank")]
+)
+def test_an_encoder_has_texts_and_activations_at_ready(task: Task, words: str) -> None:
+    engine = structs.replace(ENGINE, is_encoder=True)
+    seen = Managed().snapshot()
+    model = structs.replace(seen.models[0], task=task)
+    replica = ReplicaSnapshot("k", "s", "resident", (model.id,), 1, 1, 1, 1.0, 0, 0, None, None, engine)
+    lines = ready_lines(structs.replace(seen, models=(model,), replicas=(replica,)), "http://h", ServerOptions())
+    limits = "texts of up to 99 tokens; activations of 3,200 tokens in 4 MB; 2 texts at once; weights of 9 MB"
+    assert lines[0].startswith(f"{model.id}: {words}; {limits}")
+    path = words.split()[-1]
+    assert f"curl http://h{path} " in first_request("http://h", (model,), has_key=False)
+    assert "curl http://h/v1/chat/completions " in first_request("http://h", seen.models, has_key=False)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from typing import Literal, get_args
 
 from lockstep.artifacts.layout import HEAD
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
-from lockstep.artifacts.model import HeadLayer, ModelConfig, Task
+from lockstep.artifacts.model import HeadLayer, ModelConfig
+from lockstep.artifacts.task import Task
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
 Pooling = Literal["mean", "last", "cls"]

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from lockstep.artifacts.task import Task as Task
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -171,6 +173,19 @@ class ModelConfig:
     classifier_pooling: str = ""
     """Pooling before a classifier: ``cls`` for the first token, or ``mean``."""
 
+    def memory_per_token(self, element_bytes: int = 2) -> int:
+        """Bytes that a pool holds of each token.
+
+        For a decoder, keys and values of all layers. For an encoder, keys and values of two layers, and the hidden
+        state and the queries in float32.
+
+        Args:
+            element_bytes: size of a number of the keys and values.
+        """
+        num_layers = 2 if self.bidirectional else self.num_layers
+        kept = self.hidden_size + self.num_heads * self.head_dim if self.bidirectional else 0
+        return 2 * element_bytes * num_layers * self.num_kv_heads * self.head_dim + 4 * kept
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
@@ -190,11 +205,6 @@ class TokenizerParts:
     """Name of the prompt that is used if a request names none; None: no prompt."""
     answer_ids: tuple[int, int] | None = None
     """Tokens of a reranker that mean relevant and not relevant; None: those of ``yes`` and ``no``."""
-
-
-Task = Literal["generate", "embed", "rerank"]
-"""What a model is for: text, vectors, or scores of pairs of texts."""
-TASKS: tuple[Task, ...] = get_args(Task)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,12 +49,18 @@ class RemoteServer:
         return {entry["id"]: entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)}
 
     def model_or_first(self, name: str | None) -> str:
-        """The given name, or the name of the server's first model."""
+        """The given name, or the name of the server's first model that is not declared to be for anything but text.
+
+        Raises:
+            RemoteError: the server lists no such model.
+        """
         if name is not None:
             return name
-        names = self.models()
+        cards = self._cards()
+        names = [model for model, card in cards.items() if card.get("task", "generate") in (None, "generate")]
         if not names:
-            raise RemoteError(f"{self.target.url} lists no models; name one with --model")
+            kind = "no model that generates text" if cards else "no models"
+            raise RemoteError(f"{self.target.url} lists {kind}; name one with --model")
         return names[0]
 
     def get(self, path: str) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lockstep.bench.embed import EmbedOptions
 from lockstep.bench.throughput import ThroughputOptions
 from lockstep.cli import bench_peers
 from lockstep.cli import options as flags
@@ -233,8 +234,46 @@ def throughput(given: ThroughputRun) -> None:
         llm = LLM(given.model, loading, progress=progress)
     with llm, loading_progress(given.model) as progress:
         result = run_throughput(llm, given.load, lambda done: progress("requests", done / given.load.num_prompts))
-    if given.save_result or given.result_filename is not None:
-        _save(result, given.result_filename or Path(f"throughput-{llm.model.name}-{datetime.now():%Y%m%d-%H%M%S}.json"))
+    _save_named(result, given.save_result, given.result_filename, "throughput")
+    print(json.dumps(result) if given.as_json else text_of(result))
+
+
+EMBED_FLAGS = OptionFlags(
+    EmbedOptions, dict.fromkeys(("lengths", "batch_sizes", "num_texts", "rounds", "seed"), Flag())
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedRun:
+    """Flags of `lockstep bench embed`."""
+
+    model: flags.Model
+    load: Annotated[EmbedOptions, EMBED_FLAGS] = field(default_factory=EmbedOptions)
+    task: flags.TaskFlag = None
+    save_result: SaveResult = False
+    result_filename: ResultFile = None
+    pool: flags.Pool = field(default_factory=EngineOptions)
+    executor: flags.Executor = field(default_factory=ExecutorOptions)
+    cache_dir: flags.CacheDir = None
+    as_json: flags.Json = False
+    debug: flags.Debug = False
+
+
+@bench_app.command()
+@with_flags
+def embed(given: EmbedRun) -> None:
+    """Measure an embedding model in this process: texts and tokens per second, by length and number of texts."""
+    from lockstep.bench.embed import run_embed_bench, text_of
+    from lockstep.engine.llm import LLM
+
+    check_outputs(((given.result_filename, "the result"),))
+    engine = flags.checked(replace(given.pool, max_num_seqs=given.load.largest_batch))
+    loading = LoadOptions(engine, given.executor, given.cache_dir, task=given.task)
+    with loading_progress(given.model) as progress:
+        llm = LLM(given.model, loading, progress=progress)
+    with llm, loading_progress(given.model) as progress:
+        result = run_embed_bench(llm, given.load, lambda done: progress("texts", done))
+    _save_named(result, given.save_result, given.result_filename, "embed")
     print(json.dumps(result) if given.as_json else text_of(result))
 
 
@@ -314,6 +353,12 @@ def _file_name(content: Mapping[str, Any]) -> Path:
     concurrency = "" if limit is None else f"-concurrency{limit}"
     model = str(content["model_id"]).rsplit("/", 1)[-1]
     return Path(f"{content['backend']}-{content['request_rate']}qps{concurrency}-{model}-{content['date']}.json")
+
+
+def _save_named(result: Mapping[str, Any], is_saved: bool, path: Path | None, kind: str) -> None:
+    """Write a result if a flag requests it; without a path, to a file that is named after the model and the time."""
+    if is_saved or path is not None:
+        _save(result, path or Path(f"{kind}-{result['model_id']}-{datetime.now():%Y%m%d-%H%M%S}.json"))
 
 
 def _save(content: Mapping[str, Any], path: Path) -> None:

@@ -54,6 +54,13 @@ def model_rows(cluster: ClusterSnapshot, engines: Sequence[EngineStats] = ()) ->
     return rows
 
 
+def model_columns(columns: Sequence[Column[ModelRow]], cluster: ClusterSnapshot) -> list[Column[ModelRow]]:
+    """Columns for a cluster's models, with their tasks if one of them is for anything but text."""
+    if all(model.task in (None, "generate") for model in cluster.models):
+        return list(columns)
+    return [*columns[: len(_NAMES)], TASK, *columns[len(_NAMES) :]]
+
+
 def _of_engine(
     head: str,
     rank: int,
@@ -106,6 +113,7 @@ _NAMES: tuple[Column[ModelRow], ...] = (
     Column("TIER", 9, lambda row: row.model.tier, is_word=True, style="dim"),
     _state(2, lambda row: row.model.state, 8),
 )
+TASK: Column[ModelRow] = Column("TASK", 5, lambda row: row.model.task, width=8, is_word=True)
 _COUNTS: tuple[Column[ModelRow], ...] = (
     Column("SESSIONS", 7, _sessions, key=lambda row: row.model.num_sessions),
     Column("REQUESTS", 11, lambda row: row.model.num_requests),

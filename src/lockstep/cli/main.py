@@ -29,7 +29,10 @@ EXIT_INTERRUPTED = 130
 COMPLETION_VARIABLE = "_LOCKSTEP_COMPLETE"
 """Environment variable with which a shell's script requests completions."""
 VERBS: Mapping[str, tuple[str, str]] = {
-    "run": ("lockstep.cli.run:run", "Answer a prompt, or chat if no prompt is given."),
+    "run": (
+        "lockstep.cli.run:run",
+        "Answer a prompt, chat, or print vectors or scores of texts.",
+    ),
     "serve": ("lockstep.cli.serve:serve", "Serve a model, or a cluster of models, to OpenAI clients."),
     "demo": (
         "lockstep.cli.demo:demo",

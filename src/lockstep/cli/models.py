@@ -101,6 +101,7 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
         "name": artifact.name,
         "path": str(artifact.path),
         "format": artifact.format,
+        "task": artifact.task,
         "architecture": config.architecture,
         "parameters": num_parameters or None,
         "bytes": artifact.num_bytes,
@@ -113,12 +114,13 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
         "max_model_len": config.max_model_len,
-        "kv_bytes_per_token_f16": 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim,
+        f"{'activation' if config.bidirectional else 'kv'}_bytes_per_token_f16": config.memory_per_token(),
         "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.kind,
         "tied_embeddings": config.tied_embeddings,
         "fingerprint": artifact.fingerprint,
         "sampling_defaults": dict(artifact.sampling_defaults),
     }
+    facts |= _vector_facts(artifact)
     try:
         parts = artifact.load_tokenizer()
     except MissingTokenizerError:
@@ -130,6 +132,27 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
     }
 
 
+def _vector_facts(artifact: Artifact) -> dict[str, Any]:
+    """Facts about the vectors of an embedding model, or the scores of a reranker; empty for a model of text."""
+    config, embedding = artifact.config, artifact.embedding
+    if artifact.task == "generate" or embedding is None:
+        return {}
+    longest = min(config.max_model_len, embedding.max_tokens or config.max_model_len)
+    facts: dict[str, Any] = {"longest_text": longest}
+    if artifact.task == "rerank":
+        kind = "a classifier" if config.num_labels else "the logits of two answers"
+        return facts | {"scores": kind, "labels": config.num_labels or None}
+    dense = [f"{layer.size} {layer.activation}".strip() for layer in config.head]
+    return facts | {
+        "vector_size": config.head[-1].size if config.head else config.hidden_size,
+        "pooling": embedding.pooling,
+        "normalize": embedding.normalize,
+        "dense_layers": dense,
+        "prompts": dict(embedding.prompts),
+        "default_prompt": embedding.default_prompt,
+    }
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -137,6 +160,8 @@ def _shown(value: Any) -> str:
         return "none"
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{key}: {part}" for key, part in value.items()) or "none"
     return str(value)
@@ -245,13 +270,13 @@ def _print_table(models: list[CachedModel]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("model", "revision", "format", box=None, pad_edge=False, header_style="bold")
+    table = Table("model", "revision", "task", "format", box=None, pad_edge=False, header_style="bold")
     table.add_column("size", justify="right")
     table.add_column("last used")
     now = time.time()
     for model in models:
         taken, used = size(model.num_bytes), _ago(now - model.last_used_s)
-        table.add_row(model.source, model.revision, model.format, taken, used)
+        table.add_row(model.source, model.revision, model.task or "", model.format, taken, used)
     console = Console()
     # A pipe gets whole names of any length, because another program reads them.
     console.print(table, soft_wrap=not console.is_terminal, width=None if console.is_terminal else 1000)

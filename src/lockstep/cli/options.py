@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lockstep.artifacts.model import Task
+from lockstep.artifacts.task import Task
 from lockstep.cli.flag_groups import Flag, OptionFlags
 from lockstep.engine.options import EngineOptions, LoadOptions, check_limits, check_sizes
 from lockstep.errors import UsageError

@@ -130,10 +130,10 @@ def text_of(snapshot: ClusterSnapshot) -> str:
 
     Models that share a replica show its bytes once, in the row of the first. Counters of zero are left out.
     """
-    from lockstep.cli.cluster_tables import HOSTS, MODELS_WITH_BYTES, REPLICAS, model_rows
+    from lockstep.cli.cluster_tables import HOSTS, MODELS_WITH_BYTES, REPLICAS, model_columns, model_rows
     from lockstep.cli.top_layout import table_lines
 
-    tables = [table_lines(MODELS_WITH_BYTES, model_rows(snapshot))]
+    tables = [table_lines(model_columns(MODELS_WITH_BYTES, snapshot), model_rows(snapshot))]
     if snapshot.hosts or snapshot.places:
         tables += [table_lines(HOSTS, snapshot.hosts), table_lines(REPLICAS, snapshot.places)]
     counters = {name: value for name, value in msgspec.to_builtins(snapshot.counters).items() if value}

@@ -1,15 +1,16 @@
-"""`lockstep run`: one answer or a chat in the terminal, with a model in this process."""
+"""`lockstep run`: an answer or a chat in the terminal, vectors or scores, with a model in this process."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from msgspec import to_builtins
 
 from lockstep.cli import options as flags
@@ -25,6 +26,7 @@ from lockstep.cli.conversation import (
 )
 from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
 from lockstep.cli.progress import loading_progress
+from lockstep.cli.run_vectors import VectorFlags, print_scores, print_vectors, texts_of
 from lockstep.cli.terminal import Piece
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
@@ -34,6 +36,19 @@ from lockstep.executors.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from lockstep.engine.llm import LLM
     from lockstep.engine.outputs import RequestOutput
+
+
+NO_PROMPT = "--json requires a prompt: add -p TEXT, or -p - for standard input"
+MAX_TEXTS_AT_ONCE = 16
+"""Maximum number of texts that share a step."""
+Texts = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="TEXT",
+        help="A prompt, texts for an embedding model, or a query and its documents for a reranker. Texts and "
+        "documents may also come from standard input, one per line.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +132,12 @@ class RunFlags:
     """Flags of `lockstep run`."""
 
     model: flags.Model
+    texts: Texts = None
     prompt: flags.Prompt = None
     system: flags.System = None
     raw: Annotated[bool, SWITCH] = False
     """Complete the prompt without the chat template."""
+    vectors: VectorFlags = field(default_factory=VectorFlags)
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     constraint: ConstraintFlags = field(default_factory=ConstraintFlags)
     local: flags.LocalModelFlags = field(default_factory=flags.LocalModelFlags)
@@ -131,23 +148,43 @@ class RunFlags:
 
 @with_flags
 def run(given: RunFlags) -> None:
-    """Answer a prompt, or chat if no prompt is given."""
+    """Answer a prompt, chat, or print vectors or scores of texts."""
     params = given.sampling.params(given.constraint.constraint())  # a fault is reported before the model is loaded
     local = given.local
-    answering = partial(LocalAnswerer, local.template_variables(), local.reasoning, given.raw, local.chat_template)
-    conversing = partial(Conversation, params=params, system=system_of(given.system), is_verbose=given.verbose)
-    load = local.load_options(max_num_seqs=1)
-    if given.prompt is None and given.as_json:
-        raise UsageError("--json requires a prompt: add -p TEXT, or -p - for standard input")
+    variables = local.template_variables()
+    texts, system = texts_of(given.texts, given.prompt), system_of(given.system)
+    load = local.load_options(max_num_seqs=max(1, min(len(texts), MAX_TEXTS_AT_ONCE)))
+    if given.as_json and not texts and sys.stdin.isatty():
+        raise UsageError(NO_PROMPT)
     with _load(given.model, load) as llm:
-        answerer = answering(llm)
-        conversation = conversing(answerer)
-        if given.prompt is None:
+        given.vectors.check(llm.model.task)
+        if llm.model.task != "generate":
+            _check_no_answer(llm.model.task, given)
+            show = print_vectors if llm.model.task == "embed" else print_scores
+            show(llm, texts, given.vectors, given.as_json)
+            return
+        if len(texts) > 1:
+            raise UsageError("this model answers one prompt; write it in quotes, as one TEXT")
+        if given.as_json and not texts:
+            raise UsageError(NO_PROMPT)
+        answerer = LocalAnswerer(variables, local.reasoning, given.raw, local.chat_template, llm)
+        conversation = Conversation(answerer, params, system, is_verbose=given.verbose)
+        if not texts:
             converse(conversation)
         elif given.as_json:
-            print(json.dumps(_as_json(llm, answerer, conversation, given.prompt), ensure_ascii=False))
+            print(json.dumps(_as_json(llm, answerer, conversation, texts[0]), ensure_ascii=False))
         else:
-            answer_one(conversation, given.prompt)
+            answer_one(conversation, texts[0])
+
+
+def _check_no_answer(task: str, given: RunFlags) -> None:
+    """UsageError if a flag for generated text is given, which has no effect on a model with another task."""
+    groups = (given.sampling, given.constraint)
+    names = [each.name for group in groups for each in fields(group) if getattr(group, each.name) != each.default]
+    names += [name for name in ("system", "raw", "verbose") if getattr(given, name)]
+    if names:
+        flag = f"--{names[0].replace('_', '-')}"
+        raise UsageError(f"{flag} is for models that generate text; this model's task is {task!r}")
 
 
 def _read(flag: str, path: Path) -> str:

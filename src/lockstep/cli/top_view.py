@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-from lockstep.cli.cluster_tables import HOSTS, MODELS, REPLICAS, REQUESTS, SESSIONS, STYLES, ModelRow, model_rows
+from lockstep.cli.cluster_tables import (
+    HOSTS,
+    MODELS,
+    REPLICAS,
+    REQUESTS,
+    SESSIONS,
+    STYLES,
+    ModelRow,
+    model_columns,
+    model_rows,
+)
 from lockstep.cli.top_client import View, transitions
 from lockstep.cli.top_layout import (
     GAP,
@@ -176,7 +186,8 @@ def _table(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, empt
 
 def _models(view: View, options: ViewOptions, width: int) -> Section:
     mark = " ▲" if options.is_reversed else " ▼"
-    columns = [each._replace(head=each.head + mark) if each.head == options.sort else each for each in MODELS]
+    shown = model_columns(MODELS, view.server.cluster)
+    columns = [each._replace(head=each.head + mark) if each.head == options.sort else each for each in shown]
     rows = model_rows(view.server.cluster, view.server.stats.engines)
     return _table(columns, _sorted(rows, options), width)._replace(offset=options.offset)
 

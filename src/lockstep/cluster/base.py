@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lockstep.artifacts.model import Task
+from lockstep.artifacts.task import Task
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.scoring import Scoring
 from lockstep.engine.tokenizer import Tokenizer

@@ -143,3 +143,20 @@ def parse_literal(text: str) -> dict[str, str]:
 
 def _short(text: str) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class NearestRule:
+    """Rule of `nearest`: examples by the model that should answer messages like them."""
+
+    set: str
+    """List that contains the target models."""
+    examples: Mapping[str, tuple[str, ...]]
+    """Texts by target id, in order of definition."""
+    min_score: float | None = None
+    """Smallest cosine with which an example decides; below it the fallback answers. None: the best example decides."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All examples, in order."""
+        return tuple(text for texts in self.examples.values() for text in texts)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from lockstep.artifacts.model import Task
-from lockstep.cluster.dispatch import DispatchRule
-from lockstep.cluster.nearest import NearestRule
+from lockstep.artifacts.task import Task
+from lockstep.cluster.dispatch import DispatchRule, NearestRule
 from lockstep.core.balancer import RoutingPolicy
 
 PRIORITIES: Mapping[str, int] = {"critical": -2, "high": -1, "normal": 0, "low": 1}

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.artifacts.model import TASKS
+from lockstep.artifacts.task import TASKS
 from lockstep.cluster.manifest import PRIORITIES, Persona, Remote, Tier
 from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size, size_text
 from lockstep.engine.options import EngineOptions, check_limits

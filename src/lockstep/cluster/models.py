@@ -81,6 +81,7 @@ class Model:
             max_active_sessions=self.sessions.limit,
             co_activation=entry.co_activation,
             idle_s=None if self.last_used_s is None else now_s - self.last_used_s,
+            task=None if replica is None else replica.spec.options.task,
         )
 
 

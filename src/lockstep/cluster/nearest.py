@@ -7,16 +7,17 @@ every machine. Of equal scores, the model that is named first wins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from lockstep.cluster.dispatch import NearestRule as NearestRule
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
-from lockstep.engine.scoring import cosine
 from lockstep.errors import InvalidParameterError
+from lockstep.executors.row_math import row_math
 from lockstep.executors.sampling_params import SamplingParams
 
 Vector = npt.NDArray[np.float32]
@@ -24,23 +25,6 @@ Scores = tuple[tuple[str, float], ...]
 """Best cosine of each model's examples, in order of definition."""
 MAX_EXAMPLES = 1_024
 """Maximum number of examples of a rule, all models together. Each is compared with every message."""
-
-
-@dataclass(frozen=True, slots=True)
-class NearestRule:
-    """Examples by the model that should answer messages like them."""
-
-    set: str
-    """List that contains the target models."""
-    examples: Mapping[str, tuple[str, ...]]
-    """Texts by target id, in order of definition."""
-    min_score: float | None = None
-    """Smallest cosine with which an example decides; below it the fallback answers. None: the best example decides."""
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """All examples, in order."""
-        return tuple(text for texts in self.examples.values() for text in texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +43,20 @@ def decide(rule: NearestRule, examples: Sequence[Vector], message: Vector) -> Ne
         examples: vectors of ``rule.texts``, in order.
         message: vector of the message.
     """
-    vectors = iter(examples)
-    scores = tuple((id_, max(cosine(next(vectors), message) for _ in texts)) for id_, texts in rule.examples.items())
+    cosines = iter(_cosines(examples, message))
+    scores = tuple((id_, max(next(cosines) for _ in texts)) for id_, texts in rule.examples.items())
     best = max(scores, key=lambda each: each[1])  # the first of equal ones
     is_similar = rule.min_score is None or best[1] >= rule.min_score
     return NearestDecision(best[0] if is_similar else None, scores)
+
+
+def _cosines(examples: Sequence[Vector], message: Vector) -> list[float]:
+    """Cosine of each example and the message, with the bits of `engine.scoring.cosine`. The event loop waits for it, so
+    all lengths are computed at once."""
+    math = row_math()
+    *units, other = math.unit(np.stack([*examples, message]))
+    wide = other.astype(np.float64)
+    return [math.total(unit * wide) for unit in units]
 
 
 def embedding_of(text: str, entry: str, call: GenerationRequest) -> GenerationRequest:

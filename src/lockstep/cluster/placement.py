@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from lockstep.artifacts.task import Task
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import (
     COLUMNS,
@@ -51,6 +52,8 @@ class Placement:
     """Errors that would prevent startup; empty: the cluster would start."""
     warnings: tuple[str, ...]
     """Warnings about settings that the author may not have intended."""
+    tasks: Mapping[str, Task]
+    """What models are for, by id, without remote models and those whose files are not here."""
 
     def row(self, id_: str) -> BudgetRow | None:
         """Row of one model; None: its size is unknown."""
@@ -106,7 +109,8 @@ def place(
     absent = [f"{e.id}: {unknown[e.id]}" for e in served.entries if e.id in unknown and e.source not in broken]
     settings = (*manifest.notes, *_ineffective_settings(manifest), *_other_demands(served, table))
     warnings = (*settings, *_without_key(served, environment), *absent, *_size_warnings(table, unknown))
-    return Placement(manifest, served, table, unknown, tuple(refusals), warnings)
+    tasks = {entry.id: entry.task or sources[entry.source].task for entry in opened if entry.source in sources}
+    return Placement(manifest, served, table, unknown, tuple(refusals), warnings, tasks)
 
 
 def _open_sources(served: Manifest, base: LoadOptions) -> tuple[dict[str, OpenedSource], dict[str, str], set[str]]:
@@ -195,11 +199,13 @@ def _size_warnings(table: BudgetTable, unknown: Iterable[str]) -> list[str]:
 
 def text_of(placement: Placement) -> str:
     """Text that `lockstep check` prints: one line for each model, then one for each budget."""
-    rows: list[Sequence[str]] = [("model", "tier", "source", *COLUMNS)]
+    tasks = placement.tasks if set(placement.tasks.values()) - {"generate"} else {}
+    rows: list[Sequence[str]] = [("model", "tier", *(["task"] if tasks else []), "source", *COLUMNS)]
     for entry in placement.served.entries:
         row = placement.row(entry.id)
         cells = ("?", "?", "unknown", "unknown") if row is None else cells_of(row)
-        rows.append((entry.id, entry.tier, _short(entry.source), *cells))
+        task = [tasks.get(entry.id, "-")] if tasks else []
+        rows.append((entry.id, entry.tier, *task, _short(entry.source), *cells))
     return "\n".join([aligned(rows), *map(str, placement.table.budgets), *_lines_of_hosts(placement)])
 
 

@@ -14,16 +14,18 @@ from typing import Any
 
 from lockstep.artifacts.hub.source import SCHEME as HUB
 from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
-from lockstep.artifacts.model import Task, TokenizerParts
+from lockstep.artifacts.model import ModelConfig, TokenizerParts
 from lockstep.artifacts.source import open_artifact
+from lockstep.artifacts.task import Task
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.manifest import Manifest, ModelEntry, Resources, Tier
 from lockstep.cluster.replica_state import ReplicaSpec
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.loading import CORRECT_TEMPLATE, default_cache_dir, download_stage
-from lockstep.engine.options import EngineOptions, LoadOptions, Progress, check_limits, check_sizes
+from lockstep.engine.options import EngineOptions, LoadOptions, Progress, check_limits, check_sizes, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, ConfigError
+from lockstep.executors.base import Geometry
 from lockstep.executors.machine import available_memory_bytes, machine_memory_bytes
 from lockstep.executors.stub import DECLARED_BYTES, StubOptions, read_answers, stub_tokenizer_parts
 from lockstep.executors.stub import SCHEME as STUB
@@ -102,7 +104,7 @@ def weigh(
         if entry.tier is not Tier.REMOTE:
             options = sources[entry.source].options(entry, base, is_alone)
             group = _group_of(manifest, entry.source, entry.variant)
-            footprint = sources[entry.source].footprint(entry, options.engine)
+            footprint = sources[entry.source].footprint(entry, options)
             footprint = replace(footprint, resident_bytes=footprint.resident_bytes * group.num)
             spec = _spec(entry, sources[entry.source], options, footprint, group)
             footprints.setdefault(spec.key, footprint)
@@ -203,6 +205,8 @@ class OpenedSource:
     max_model_len: int
     is_stub: bool
     task: Task = "generate"
+    encoder: ModelConfig | None = None
+    """Configuration of an encoder, whose pool holds activations of texts; None: a decoder or a stub."""
 
     @classmethod
     def open(
@@ -230,6 +234,7 @@ class OpenedSource:
             artifact.config.max_model_len,
             is_stub=False,
             task=artifact.task,
+            encoder=artifact.config if artifact.config.bidirectional else None,
         )
 
     def options(self, entry: ModelEntry, base: LoadOptions, is_alone: bool) -> LoadOptions:
@@ -253,12 +258,33 @@ class OpenedSource:
             raise ChatTemplateError(f"{entry.id}: {error}; {CORRECT_TEMPLATE}") from None
         return options
 
-    def footprint(self, entry: ModelEntry, engine: EngineOptions) -> Footprint:
+    def footprint(self, entry: ModelEntry, options: LoadOptions) -> Footprint:
+        """Memory that a replica needs with these options."""
         if self.is_stub:
             return predict(entry.size_bytes or DECLARED_BYTES, 0, 0)
-        return predict(
-            entry.size_bytes, self.file_bytes, engine.kv_cache_memory_bytes or 0, engine.host_kv_memory_bytes or 0
-        )
+        engine = options.engine
+        device_bytes, host_bytes = engine.kv_cache_memory_bytes or 0, engine.host_kv_memory_bytes or 0
+        if self.encoder is not None:
+            device_bytes, host_bytes = min(device_bytes, activation_bytes(self.encoder, options)), 0
+        return predict(entry.size_bytes, self.file_bytes, device_bytes, host_bytes)
+
+
+def activation_bytes(config: ModelConfig, options: LoadOptions) -> int:
+    """Size of an encoder's pool as its load would plan it on an idle machine, which is less than its share if its texts
+    are short. Keys and values in int8 count as float16."""
+    from lockstep.executors.native.forward import BLOCK_TOKENS
+
+    stages = config.num_layers + 1
+    geometry = Geometry(
+        block_size=BLOCK_TOKENS * stages,
+        bytes_per_block=BLOCK_TOKENS
+        * config.memory_per_token(4 if options.executor.kv_cache_precision == "f32" else 2),
+        num_layers=config.num_layers,
+        max_model_len=config.max_model_len * stages + 1,
+        vocab_size=config.vocab_size,
+        num_stages=stages,
+    )
+    return plan_config(options.engine, geometry, machine_memory_bytes()).num_blocks * geometry.bytes_per_block
 
 
 def _with_pools(engine: EngineOptions, resources: Resources, num_replicas: int) -> EngineOptions:

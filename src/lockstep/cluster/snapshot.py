@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from lockstep.artifacts.task import Task
 from lockstep.engine.metrics import HistogramSnapshot
 from lockstep.errors import HostNotFoundError
 from lockstep.spelling import did_you_mean, listed
@@ -36,6 +37,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     max_num_seqs: int
     """Maximum number of running sequences."""
     kv_tokens: int
+    """Tokens for whose KV, or an encoder's activations, the pool has room."""
     kv_bytes: int
     host_kv_tokens: int
     """Tokens that fit in the host memory for the KV of preempted sequences."""
@@ -49,6 +51,13 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     kv_precision: str
     quantize: str
     """Type to which float weights were rounded; ``none``: they were not rounded."""
+    is_encoder: bool = False
+    """True if the pool holds activations of whole texts, and no KV."""
+
+    @property
+    def text_limit(self) -> int:
+        """Maximum tokens of an encoder's text: its length includes one of output, which there never is."""
+        return self.max_model_len - 1
 
 
 class ReplicaSnapshot(msgspec.Struct, frozen=True):
@@ -111,6 +120,8 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     co_activation: tuple[str, ...]
     idle_s: float | None
     """Time in seconds since the model's last answer; None: it has never answered."""
+    task: Task | None = None
+    """What the model is for: ``generate``, ``embed`` or ``rerank``; None: it is remote."""
 
 
 class SessionSnapshot(msgspec.Struct, frozen=True):

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.artifacts.embedding import EmbeddingConfig
-from lockstep.artifacts.model import Task, TokenizerParts
+from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.task import Task
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.options import LoadOptions, Progress, plan_config
 from lockstep.engine.scoring import Scoring, scoring_of
@@ -60,7 +61,7 @@ class LoadedModel:
 
     @property
     def scoring(self) -> Scoring | None:
-        """How the model scores pairs of texts; None: it generates text."""
+        """Kind of the scores of pairs of texts; None: the model generates text."""
         return scoring_of(self.task, self.executor.geometry.num_stages)
 
     def text_limit(self, config: SchedulerConfig) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lockstep.artifacts.model import Task
+from lockstep.artifacts.task import Task
 from lockstep.core.policy import Order, SchedulerConfig, SchedulerLimits, least_batched_tokens
 from lockstep.errors import ConfigError
 from lockstep.executors.options import ExecutorOptions

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from lockstep.artifacts.model import Task
+from lockstep.artifacts.task import Task
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError

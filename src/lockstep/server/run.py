@@ -17,8 +17,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import uvicorn
 from fastapi import FastAPI
 
+from lockstep.artifacts.task import Task
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.snapshot import ClusterSnapshot, EngineSnapshot
+from lockstep.cluster.snapshot import ClusterSnapshot, EngineSnapshot, ModelSnapshot
 from lockstep.errors import LockstepError, UnavailableError, UsageError
 from lockstep.server.app import create_app
 from lockstep.server.batches import BatchStore
@@ -169,12 +170,14 @@ class _Run:
             await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
-                for line in ready_lines(serving.cluster.snapshot(), url, serving.options):
+                snapshot = serving.cluster.snapshot()
+                for line in ready_lines(snapshot, url, serving.options):
                     log.info("%s", line)
                 self._announce(f"lockstep: ready on {url}, serving {_names(serving.cluster)}")
                 if sys.stdout.isatty():  # only for users; programs read the line above
                     self._announce(f"lockstep: dashboard on {url}/")
-                    self._announce(f"lockstep: try {first_request(url, has_key=bool(serving.options.api_keys))}")
+                    command = first_request(url, snapshot.models, has_key=bool(serving.options.api_keys))
+                    self._announce(f"lockstep: try {command}")
                 tasks.append(asyncio.create_task(self._app.state.batches.run(), name="batches"))
                 if self._reload is not None:
                     tasks.append(asyncio.create_task(self._reload.run(), name="reload"))
@@ -201,11 +204,17 @@ class _Run:
         await _first(traffic.idle(), lifecycle.changed(), timeout_s=ENDING_S)
 
 
-def first_request(url: str, *, has_key: bool) -> str:
-    """A curl command for a first request to the server."""
+def first_request(url: str, models: Sequence[ModelSnapshot] = (), *, has_key: bool) -> str:
+    """A curl command for a first request to the server: for text, or else for what its first model is for."""
     key = " -H 'authorization: Bearer KEY'" if has_key else ""
-    body = '{"messages": [{"role": "user", "content": "I was charged twice."}]}'
-    return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
+    path, body = "chat/completions", '{"messages": [{"role": "user", "content": "I was charged twice."}]}'
+    if models and all(model.task in ("embed", "rerank") for model in models):
+        id_ = models[0].id
+        if models[0].task == "embed":
+            path, body = "embeddings", f'{{"model": "{id_}", "input": "I was charged twice."}}'
+        else:
+            path, body = "rerank", f'{{"model": "{id_}", "query": "refund", "documents": ["I was charged twice."]}}'
+    return f"curl {url}/v1/{path} -H 'content-type: application/json'{key} -d '{body}'"
 
 
 def _names(cluster: Cluster) -> str:
@@ -216,7 +225,11 @@ def _names(cluster: Cluster) -> str:
 def ready_lines(snapshot: ClusterSnapshot, url: str, options: ServerOptions) -> list[str]:
     """Log lines of a server that becomes ready: its engines, its other models, and the access rules."""
     engines = [(replica.models, replica.engine) for replica in snapshot.replicas if replica.engine is not None]
-    lines = [f"{_some(models)}: {_engine_text(engine)}" for models, engine in engines[:MAX_SHOWN_NAMES]]
+    tasks = {model.id: model.task for model in snapshot.models}
+    lines = [
+        f"{_some(models)}: {_task_text(tasks.get(next(iter(models), '')))}{_engine_text(engine)}"
+        for models, engine in engines[:MAX_SHOWN_NAMES]
+    ]
     if len(engines) > MAX_SHOWN_NAMES:
         lines.append(f"{len(engines) - MAX_SHOWN_NAMES} more engines: GET {url}/v1/cluster")
     for state, meaning in (("standby", "loaded on the first request"), ("remote", "runs on a remote server")):
@@ -226,12 +239,22 @@ def ready_lines(snapshot: ClusterSnapshot, url: str, options: ServerOptions) -> 
     return [*lines, _callers(options)]
 
 
+def _task_text(task: Task | None) -> str:
+    """A model's task and its paths; empty for a model of text."""
+    paths = {"embed": "embeds texts at /v1/embeddings; ", "rerank": "scores documents at /v1/rerank; "}
+    return paths.get(task or "", "")
+
+
 def _engine_text(engine: EngineSnapshot) -> str:
     host = f" and {engine.host_kv_tokens:,} on the host" if engine.host_kv_tokens else ""
+    limit = f"context of {engine.max_model_len:,} tokens"
+    if engine.is_encoder:
+        limit = f"texts of up to {engine.text_limit:,} tokens"
+    held = "activations" if engine.is_encoder else "KV"
     parts = [
-        f"context of {engine.max_model_len:,} tokens",
-        f"KV of {engine.kv_tokens:,} tokens in {size(engine.kv_bytes)}{host}",
-        f"{engine.max_num_seqs:,} sequences at once",
+        limit,
+        f"{held} of {engine.kv_tokens:,} tokens in {size(engine.kv_bytes)}{host}",
+        f"{engine.max_num_seqs:,} {'texts' if engine.is_encoder else 'sequences'} at once",
     ]
     if engine.weights_bytes is not None:
         weights = f"weights of {size(engine.weights_bytes)}, KV in {engine.kv_precision}"

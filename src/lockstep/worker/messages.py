@@ -10,7 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from lockstep.artifacts.model import Task, TokenizerParts
+from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.task import Task
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import ContentNews
 from lockstep.core.request import Priority
@@ -337,7 +338,7 @@ class Loaded(_Event, frozen=True):
 
     @property
     def scoring(self) -> Scoring | None:
-        """How the model scores pairs of texts; None: it generates text."""
+        """Kind of the scores of pairs of texts; None: the model generates text."""
         return scoring_of(self.task, self.geometry.num_stages)
 
 

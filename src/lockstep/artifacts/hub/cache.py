@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
     from huggingface_hub.utils import DeleteCacheStrategy
 
+    from lockstep.artifacts.task import Task
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHORT_COMMIT = 12
 
@@ -61,6 +63,8 @@ class CachedModel:
     num_bytes: int
     last_used_s: float
     """Time of the last access in seconds since the epoch, as recorded by the file system."""
+    task: Task | None = None
+    """What the model is for; None: a GGUF file, whose header is not read for a list."""
 
 
 def cache_directory() -> Path:
@@ -177,10 +181,11 @@ def _served(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> Iterator[Cach
     main = DEFAULT_REVISION in revision.refs
     names = ", ".join(sorted(revision.refs)) or revision.commit_hash[:_SHORT_COMMIT]
     source = HubSource(repo.repo_id, DEFAULT_REVISION if main else min(revision.refs, default=revision.commit_hash))
-    if _is_whole(revision.snapshot_path) and _is_known(revision.snapshot_path):
+    task = _task_of(revision.snapshot_path) if _is_whole(revision.snapshot_path) else None
+    if task is not None:
         used = max((file.blob_last_accessed for file in revision.files), default=0.0)
         size = sum(file.size_on_disk for file in revision.files if not file.file_name.endswith(".gguf"))
-        yield CachedModel(str(source), names, revision.commit_hash, "safetensors", size, used)
+        yield CachedModel(str(source), names, revision.commit_hash, "safetensors", size, used, task)
     for file in sorted(revision.files, key=lambda file: str(file.file_path)):
         name = _name_in(revision, file.file_path)
         if is_whole_gguf(name):
@@ -198,13 +203,13 @@ def _name_in(revision: CachedRevisionInfo, path: Path) -> str:
     return path.relative_to(revision.snapshot_path).as_posix()
 
 
-def _is_known(snapshot: Path) -> bool:
-    """True if the configuration is supported. The weights are not checked."""
+def _task_of(snapshot: Path) -> Task | None:
+    """Task of a model; None: its configuration is not supported. The weights are not checked."""
+    from lockstep.artifacts.embedding import read_sentence_transformers, task_of
     from lockstep.artifacts.huggingface_config import read_config
     from lockstep.artifacts.metadata import read_json
 
     try:
-        read_config(read_json(snapshot / "config.json"))
+        return task_of(read_config(read_json(snapshot / "config.json")), read_sentence_transformers(snapshot))
     except ArtifactError:
-        return False
-    return True
+        return None
