@@ -100,7 +100,10 @@ def test_a_step_has_room_for_all_sequences_by_default() -> None:
 
 def test_a_step_of_an_encoder_has_the_positions_that_its_executor_suggests() -> None:
     assert plan_config(EngineOptions(), ENCODER, PLENTY).max_num_batched_tokens == 1_326
-    assert plan_config(EngineOptions(max_num_batched_tokens=100), ENCODER, PLENTY).max_num_batched_tokens == 100 * 25
+    assert plan_config(EngineOptions(), ENCODER, PLENTY).max_chunk_tokens == 663
+    assert plan_config(EngineOptions(max_chunk_tokens=4), ENCODER, PLENTY).max_chunk_tokens == 4 * 25
+    chosen = plan_config(EngineOptions(max_num_batched_tokens=100), ENCODER, PLENTY)
+    assert (chosen.max_num_batched_tokens, chosen.max_chunk_tokens) == (100 * 25, 256 * 25)
     assert plan_config(EngineOptions(max_num_seqs=2_000), ENCODER, PLENTY).max_num_batched_tokens == 2_015
     assert plan_config(EngineOptions(), replace(ENCODER, step_positions=None), PLENTY).max_num_batched_tokens == 12_800
 
