@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.request import FinishReason, Priority
+from lockstep.engine.deadlines import ManualClock
 from lockstep.engine.engine import Engine
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
@@ -59,21 +60,6 @@ def alone(folder: Path, texts: list[Ids]) -> dict[str, dict[Ids, bytes]]:
             found[name] = {each: vectors_of(engine, [each])[0] for each in texts}
     assert all(len(set(vectors.values())) == len(texts) for vectors in found.values())
     return found
-
-
-class ManualClock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.time_s = 0.0
-
-    def now_s(self) -> float:
-        return self.time_s
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
 
 
 @pytest.fixture
@@ -210,7 +196,7 @@ def test_a_text_that_ends_in_the_middle_of_its_stages_frees_its_blocks(
     if reason is FinishReason.ABORT:
         engine.abort(request_id)
     else:
-        clock.time_s = 10.5
+        clock.advance(10.5)
     engine.drain()
     engine.scheduler.check()
     assert engine.scheduler.stats().num_free_blocks == num_free

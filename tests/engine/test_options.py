@@ -105,7 +105,9 @@ def test_a_step_of_an_encoder_has_the_positions_that_its_executor_suggests() -> 
     chosen = plan_config(EngineOptions(max_num_batched_tokens=100), ENCODER, PLENTY)
     assert (chosen.max_num_batched_tokens, chosen.max_chunk_tokens) == (100 * 25, 256 * 25)
     assert plan_config(EngineOptions(max_num_seqs=2_000), ENCODER, PLENTY).max_num_batched_tokens == 2_015
-    assert plan_config(EngineOptions(), replace(ENCODER, step_positions=None), PLENTY).max_num_batched_tokens == 12_800
+    for step_positions in (None, 34_265):
+        geometry = replace(ENCODER, step_positions=step_positions)
+        assert plan_config(EngineOptions(), geometry, PLENTY).max_num_batched_tokens == 512 * 25
 
 
 def test_the_default_pool_of_an_encoder_has_two_longest_texts_and_64_of_256_tokens() -> None:

@@ -100,7 +100,7 @@ class EngineOptions(SchedulerLimits):
         Args:
             num_stages: positions per token, see `Geometry`. The limits of this object are in tokens; the other sizes,
                 and the result, in positions.
-            step_positions: default positions of a step, see `Geometry`. A text gets at most half of them, as a prompt
+            step_positions: default maximum of positions of a step, see `Geometry`. A text gets at most half of them, as a prompt
                 gets half of a decoder's step by default, so that another one can begin.
 
         Raises:
@@ -113,7 +113,7 @@ class EngineOptions(SchedulerLimits):
             limits["enable_prefix_caching"] = False
         batched = self.batched_tokens * num_stages
         if step_positions is not None and self.max_num_batched_tokens is None:
-            batched = max(step_positions, self._least_batched_tokens)
+            batched = max(min(batched, step_positions), self._least_batched_tokens)
             limits["max_chunk_tokens"] = min(limits["max_chunk_tokens"], max(batched // 2, 1))
         return SchedulerConfig(
             block_size=block_size,

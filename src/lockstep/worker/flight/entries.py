@@ -84,6 +84,8 @@ class EngineEntry(EntryStruct, frozen=True, tag=2):
     text: str = ""
     """Name of its vocabulary and template, which lie beside the files (`lockstep.worker.flight.content.read_text`);
     empty: not kept."""
+    num_stages: int = 1
+    """Positions of each prompt token (`lockstep.executors.base.Geometry`)."""
 
 
 class _WithContents:
@@ -337,6 +339,15 @@ class Shown(EntryStruct, frozen=True, tag=24):
     """(completion of ``n``, its tokens that are new, microseconds since the chunk before, or since the request came)"""
 
 
+class Vector(EntryStruct, frozen=True, tag=26):
+    """Vector of a sequence that has ended: an embedding, the scores of a classifier, or logits of chosen tokens."""
+
+    engine: int
+    seq_id: int
+    numbers: bytes
+    """Floats of four bytes, little-endian."""
+
+
 class Dispatched(EntryStruct, frozen=True, tag=25):
     """Decision by nearest examples, recorded when the vector of the message had been computed."""
 
@@ -370,6 +381,7 @@ Entry = (
     | RequestEntry
     | Tokens
     | Shown
+    | Vector
     | Dispatched
 )
 
