@@ -100,8 +100,8 @@ class EngineOptions(SchedulerLimits):
         Args:
             num_stages: positions per token, see `Geometry`. The limits of this object are in tokens; the other sizes,
                 and the result, in positions.
-            step_positions: default maximum of positions of a step, see `Geometry`. A text gets at most half of them, as a prompt
-                gets half of a decoder's step by default, so that another one can begin.
+            step_positions: default maximum of positions of a step, see `Geometry`. A text gets at most half of them,
+                as a prompt gets half of a decoder's step by default, so that another one can begin.
 
         Raises:
             ConfigError: the limits conflict.
