@@ -3,10 +3,11 @@
     python -m benchmarks.beside batch
     python -m benchmarks.beside embeddings
     python -m benchmarks.beside batch --model hf://Qwen/Qwen3-0.6B --rate 1 --input-len 256
+    python -m benchmarks.beside embeddings --model qwen3.gguf --embedder minilm --rate 0.5 --embedding-len 250
 
 One server is loaded by an open loop of clients in turns, each with new prompts: alternately without other work and with
-more bulk work than the turn can complete. The ratio of the two p95 values has a 95 % interval, by bootstrap over the
-pairs of turns and the requests in them.
+more bulk work than the turn can complete. With --embedder, another model of the same process computes the embeddings.
+The ratio of the two p95 values has a 95 % interval, by bootstrap over the pairs of turns and the requests in them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import httpx2
@@ -33,6 +37,16 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 BOOTSTRAPS = 4_000
 LEVEL = (2.5, 97.5)
 WAIT_LIMIT_S = 120.0
+CLIENTS_MODEL, EMBEDDER = "clients", "embedder"
+
+
+def two_models_server(model: str, embedder: str, priority: str, threads: int, folder: Path) -> list[str]:
+    """Command of `lockstep serve` with the clients' model and one for embeddings, in one process."""
+    manifest = folder / "manifest.yaml"
+    models = {CLIENTS_MODEL: {"source": model}, EMBEDDER: {"source": embedder, "task": "embed", "priority": priority}}
+    manifest.write_text(json.dumps({"cluster": "beside", "models": models}))
+    flags = ("--threads", str(threads), "--log-level", "warning")
+    return [sys.executable, "-m", "lockstep", "serve", "--manifest", str(manifest), *flags, "--port"]
 
 
 class BulkWork(Protocol):
@@ -168,6 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("beside", choices=("batch", "embeddings"))
     parser.add_argument("--model", default="pocket://")
+    parser.add_argument("--embedder", help="another model, for the embeddings, in the same process")
+    parser.add_argument("--embedder-priority", default="normal", help="its priority in the manifest (default: normal)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--requests", type=int, default=60, help="client requests per turn (default: 60)")
     parser.add_argument("--rate", type=float, default=5.0, help="client requests per second (default: 5)")
@@ -177,13 +193,18 @@ def main() -> None:
     parser.add_argument("--batch-output-len", type=int, default=64)
     parser.add_argument("--embedding-len", type=int, default=500, help="tokens per input of 1,000 inputs")
     arguments = parser.parse_args()
-    server = start_server("served", own_server(arguments.model, available_cores(), SERVED))
+    command, embedder = own_server(arguments.model, available_cores(), SERVED), arguments.embedder
+    folder = TemporaryDirectory()
+    if embedder is not None:
+        priority = arguments.embedder_priority
+        command = two_models_server(arguments.model, embedder, priority, available_cores(), Path(folder.name))
+    server = start_server("served", command)
     target = server.target
     try:
         bulk: BulkWork = (
             Batches(target.url, server.model, arguments.batch_requests, arguments.batch_output_len)
             if arguments.beside == "batch"
-            else Embeddings(target.url, server.model, arguments.embedding_len)
+            else Embeddings(target.url, EMBEDDER if embedder else server.model, arguments.embedding_len)
         )
         lengths = RandomLengths(arguments.input_len, arguments.output_len)
         options = {"num_prompts": arguments.requests, "request_rate": arguments.rate, "ignore_eos": True}
@@ -209,8 +230,10 @@ def main() -> None:
             print(f"round {number}: p95 without {shown['without']}, beside {shown['beside']}", flush=True)
     finally:
         server.close()
+        folder.cleanup()
     ratio, low, high = ratio_with_interval(times["without"], times["beside"])
-    print(f"{machine_name()}, {arguments.model}, {arguments.requests * arguments.rounds} requests a side")
+    models = arguments.model if embedder is None else f"{arguments.model} beside {embedder}"
+    print(f"{machine_name()}, {models}, {arguments.requests * arguments.rounds} requests a side")
     for side, found in times.items():
         whole = np.concatenate(found) * 1e3
         print(f"TTFT {side}: p50 {np.percentile(whole, 50):.1f} ms, p95 {np.percentile(whole, 95):.1f} ms")

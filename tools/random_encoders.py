@@ -5,6 +5,7 @@ The same family and seed give the same numbers in every format. Knows nothing of
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -130,6 +131,17 @@ ENCODERS: Mapping[str, Encoder] = {
 """Small encoders of each family and variant."""
 
 
+def _real(context: int, hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {**_sizes(8_192, context, hidden, layers, heads), "intermediate_size": 4 * hidden}
+
+
+REAL_SHAPES: Mapping[str, Encoder] = {
+    "minilm": Encoder("bert", _bert(**_real(512, 384, 6, 12))),
+    "bge-m3": Encoder("bert", _xlm(**_real(8_194, 1_024, 24, 16))),
+}
+"""Encoders in the shapes of real ones, for measurements. Their vocabulary is smaller, which has no effect on speed."""
+
+
 def encoder_shapes(encoder: Encoder) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint, under the names of transformers."""
     config = encoder.config
@@ -202,6 +214,20 @@ def write_encoder(directory: Path, encoder: Encoder, encoding: str = "F32", *, s
         write_safetensors(folder / "model.safetensors", tensors)
         columns = size
     return directory
+
+
+def write_word_tokenizer(directory: Path, size: int) -> None:
+    """Write tokenizer.json, which has one token for each of the words ``w5``, ``w6``..., and a class token before and
+    a separator after each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = {name: index for index, name in enumerate([*names, *(f"w{index}" for index in range(len(names), size))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(names)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def write_encoder_gguf(
@@ -390,3 +416,18 @@ def _gemma_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         }  # fmt: skip
     shapes["norm.weight"] = (hidden,)
     return shapes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write an encoder with random weights, and a tokenizer of words.")
+    parser.add_argument("shape", choices=(*REAL_SHAPES, *ENCODERS))
+    parser.add_argument("encoding", choices=FLOATS)
+    parser.add_argument("path", type=Path)
+    arguments = parser.parse_args()
+    encoder = {**ENCODERS, **REAL_SHAPES}[arguments.shape]
+    write_encoder(arguments.path, encoder, arguments.encoding)
+    write_word_tokenizer(arguments.path, encoder.config["vocab_size"])
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core.request import FinishReason, Request
+from lockstep.core.request import FinishReason, Priority, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
 from tests.core.drive import rows, run, scheduler, step
@@ -16,8 +16,8 @@ def core(**limits: object) -> Scheduler:
     return scheduler(**(LIMITS | limits))
 
 
-def bulk(num_tokens: int) -> Request:
-    return Request(num_tokens, 1, reads_cache=False, is_bulk=True)
+def bulk(num_tokens: int, priority: int = Priority.NORMAL) -> Request:
+    return Request(num_tokens, 1, priority=priority, reads_cache=False, is_bulk=True)
 
 
 def prompt_tokens(plan: StepPlan, seq_ids: range) -> int:
@@ -96,3 +96,27 @@ def test_an_aborted_bulk_request_leaves_nothing_behind() -> None:
     assert scheduling.abort(second, FinishReason.ABORT)
     scheduling.check()
     assert not scheduling.has_unfinished
+
+
+def test_a_bulk_request_of_a_higher_priority_does_not_wait_for_the_ends_of_long_ones() -> None:
+    """Two long prompts take whole steps; another one of their priority waits until one of them ends."""
+    scheduling = core(order="priority")
+    for _ in range(2):
+        scheduling.add(bulk(4000))
+    step(scheduling)
+    equal, critical = scheduling.add(bulk(300)), scheduling.add(bulk(300, Priority.CRITICAL))
+    assert rows(step(scheduling)) == [(critical, 0, 256), (0, 256, 256)]
+    assert rows(step(scheduling)) == [(critical, 256, 44), (0, 512, 256), (1, 256, 212)]
+    assert rows(step(scheduling)) == [(0, 768, 256), (1, 468, 256)]
+    plans = list(run(scheduling))
+    assert next(plan for plan in plans if equal in plan.admitted).step == 15
+    scheduling.check()
+
+
+def test_in_order_of_arrival_a_priority_does_not_overtake_bulk_requests() -> None:
+    scheduling = core()
+    for _ in range(2):
+        scheduling.add(bulk(4000))
+    step(scheduling)
+    scheduling.add(bulk(300, Priority.CRITICAL))
+    assert rows(step(scheduling)) == [(0, 256, 256), (1, 256, 256)]

@@ -25,6 +25,11 @@ RESERVING = {"admission": "reserve"}
         (Reached(Limit.CHUNK, 8, 8, 0, "", 0), {}, ""),
         (Reached(Limit.TOKENS, 48, 48, 0, "", 0), {}, "the budget of 48 tokens is used up"),
         (
+            Reached(Limit.TOKENS, 48, 48, 0, "", 0, num_stages=25),
+            {},
+            "the budget of 48 positions (25 for each token) is used up",
+        ),
+        (
             Reached(Limit.PREFILL, 40, 48, 0, "", 0, 30),
             WHOLE,
             "40 of 48 tokens of the prefill budget are used, "

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from lockstep.executors.base import Geometry
 
 GEOMETRY = Geometry(block_size=32, bytes_per_block=1000, num_layers=2, max_model_len=320, vocab_size=10)
 PLENTY = 10**12
+ENCODER = replace(GEOMETRY, block_size=32 * 25, max_model_len=8_192 * 25 + 1, num_stages=25, step_positions=1_326)
+"""An encoder of 24 layers with texts of at most 8,192 tokens."""
 
 
 def test_the_default_pool_has_all_contexts_or_its_share_of_memory() -> None:
@@ -93,3 +96,23 @@ def test_a_step_has_room_for_all_sequences_by_default() -> None:
     assert EngineOptions(max_num_seqs=1000).batched_tokens == 1015
     assert EngineOptions(max_num_seqs=1000, max_num_decode_seqs=8).batched_tokens == 512
     assert plan_config(EngineOptions(max_num_seqs=1000), GEOMETRY, PLENTY).max_num_batched_tokens == 1015
+
+
+def test_a_step_of_an_encoder_has_the_positions_that_its_executor_suggests() -> None:
+    assert plan_config(EngineOptions(), ENCODER, PLENTY).max_num_batched_tokens == 1_326
+    assert plan_config(EngineOptions(), ENCODER, PLENTY).max_chunk_tokens == 663
+    assert plan_config(EngineOptions(max_chunk_tokens=4), ENCODER, PLENTY).max_chunk_tokens == 4 * 25
+    chosen = plan_config(EngineOptions(max_num_batched_tokens=100), ENCODER, PLENTY)
+    assert (chosen.max_num_batched_tokens, chosen.max_chunk_tokens) == (100 * 25, 256 * 25)
+    assert plan_config(EngineOptions(max_num_seqs=2_000), ENCODER, PLENTY).max_num_batched_tokens == 2_015
+    for step_positions in (None, 34_265):
+        geometry = replace(ENCODER, step_positions=step_positions)
+        assert plan_config(EngineOptions(), geometry, PLENTY).max_num_batched_tokens == 512 * 25
+
+
+def test_the_default_pool_of_an_encoder_has_two_longest_texts_and_64_of_256_tokens() -> None:
+    config = plan_config(EngineOptions(), ENCODER, PLENTY)
+    assert (config.num_blocks, config.num_host_blocks) == (2 * 257 + 64 * 8, 0)
+    assert plan_config(EngineOptions(max_num_seqs=1), ENCODER, PLENTY).num_blocks == 257
+    assert plan_config(EngineOptions(max_model_len=513), ENCODER, PLENTY).num_blocks == 2 * 17 + 64 * 8
+    assert plan_config(EngineOptions(num_blocks=9_999), ENCODER, PLENTY).num_blocks == 9_999

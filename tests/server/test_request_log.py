@@ -16,6 +16,7 @@ from lockstep.engine.deadlines import ManualClock
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.engine.outputs import WaitReason
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.wait_reasons import PRIORITY, RETURNING, SESSION
 from lockstep.executors.sampling_params import SamplingParams
@@ -202,3 +203,10 @@ def test_every_wait_reason_of_an_engine_occurs_and_has_a_text() -> None:
     assert limits == {limit.name for limit in Limit if limit is not Limit.CHUNK} | {PRIORITY}
     assert kinds == set(get_args(Kind)) - {"model_loading", "session", "blocks_returning"}, "which no scheduler knows"
     assert KINDS.keys() == limits | {LOADING, PLACE, SESSION, RETURNING}
+
+
+def test_budgets_of_an_encoder_are_shown_in_positions() -> None:
+    _, config = load_model("stub://alpha", LoadOptions())
+    reason = WaitReason(1, Limit.TOKENS.name, used=512, most=512)
+    [wait] = waits_of([Wait("m", reason, 1.0, 2.0, config, num_stages=7)], 0.0)
+    assert wait.reason == "the budget of 512 positions (7 for each token) is used up"

@@ -252,7 +252,8 @@ class RequestHandler:
                 key, loaded = model.replica.key, model.replica.loaded
                 assert loaded is not None, "calls are admitted only by a loaded replica"
                 with self._state.worker.open_mailbox(key, request) as mailbox:
-                    mailbox.observer = CallObserver(progress, model.id, key, loaded.config, progress.clock())
+                    stages = loaded.geometry.num_stages
+                    mailbox.observer = CallObserver(progress, model.id, key, loaded.config, progress.clock(), stages)
                     outputs = await mailbox.take()
                     self._state.sessions.accepted(call.session_id)
                     yield (Accepted(model.id, request.prompt_ids, hops),)

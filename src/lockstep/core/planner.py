@@ -163,10 +163,13 @@ class StepPlanner:
     # -- 3: prompts ---------------------------------------------------------------------------------------------------
 
     def _advance_prompts(self, builder: StepBuilder, *, is_bulk: bool) -> None:
-        """Add chunks of admitted prompts that are not complete: the bulk ones or all others."""
-        for seq in self._running.prefilling:
+        """Add chunks of admitted prompts that are not complete: the bulk ones or all others. Waiting bulk requests of a
+        higher priority are admitted before, as a few long prompts could take whole steps for a long time."""
+        for seq in self._running.prefilling.copy():
             if seq.request.is_bulk != is_bulk or seq.seq_id in builder.resumed:
                 continue
+            if is_bulk and self._config.order == "priority" and self._queue.num_bulk:
+                self._admit(builder, is_bulk=True, before=seq.request.priority)
             builder.return_ending(seq)
             if self._add_prompt(builder, seq):
                 self.shares.join(seq)
@@ -233,9 +236,9 @@ class StepPlanner:
 
     # -- 5: admitting -------------------------------------------------------------------------------------------------
 
-    def _admit(self, builder: StepBuilder, *, is_bulk: bool) -> None:
+    def _admit(self, builder: StepBuilder, *, is_bulk: bool, before: float = inf) -> None:
         """Admit waiting requests, the bulk ones or all others, in the order of the queue, while slots, budgets and
-        blocks last.
+        blocks last; only those of a higher priority than ``before``.
 
         A preempted sequence that could not resume blocks its own priority and those below, and so does a request that
         was overtaken ``max_skips`` times. A bulk request that lacked blocks and was overtaken more often blocks all
@@ -261,6 +264,9 @@ class StepPlanner:
         admitted: list[Sequence] = []
         admitted_before = tuple(builder.admitted)
         for seq in waiting:
+            if queue.effective_priority(seq, builder.step) >= before:
+                is_only_blocks = False
+                break
             if running.num_running >= config.max_num_seqs or builder.num_places < 1 or builder.chunk_room < 1:
                 is_only_blocks = False
                 if self._explain is not None:

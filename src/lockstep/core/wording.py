@@ -39,6 +39,8 @@ class Reached(NamedTuple):
     """Prompt tokens of the request that is kept out; None: not known."""
     is_running: bool = False
     """Whether that request runs."""
+    num_stages: int = 1
+    """Positions of each prompt token, which budgets count; see `Geometry`."""
 
 
 def phrase(reached: Reached, config: SchedulerConfig) -> str:
@@ -55,14 +57,15 @@ def phrase(reached: Reached, config: SchedulerConfig) -> str:
 def _spent(reached: Reached, config: SchedulerConfig) -> str:
     """Sentence for a budget that is too small."""
     used, most = reached.used, reached.most
+    unit = "tokens" if reached.num_stages == 1 else f"positions ({reached.num_stages} for each token)"
     if config.prefill_share == "adaptive" and reached.limit is Limit.PREFILL:
-        return f"{most} prompt tokens are the share of the budget that prompts have now"
+        return f"{most} prompt {unit} are the share of the budget that prompts have now"
     name = f"the {reached.limit.value}"
     if used >= most or config.chunking:
-        return f"{name} of {most} tokens is used up"
+        return f"{name} of {most} {unit} is used up"
     prompt = "" if reached.num_prompt_tokens is None else f" of {reached.num_prompt_tokens}"
     left = f"what is left is too little for its prompt{prompt} in one go"
-    return f"{used} of {most} tokens of {name} are used, and {left}"
+    return f"{used} of {most} {unit} of {name} are used, and {left}"
 
 
 def _lacking(reached: Reached, config: SchedulerConfig) -> str:

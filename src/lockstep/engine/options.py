@@ -29,6 +29,8 @@ DEFAULT_BATCHED_TOKENS = 512
 """Default tokens of a step, if the number of sequences does not require more."""
 HOST_SHARE = 0.5
 """Default size of the host swap space, as a share of the device pool."""
+NUM_LONGEST_TEXTS, NUM_TYPICAL_TEXTS, TYPICAL_TEXT_TOKENS = 2, 64, 256
+"""Texts for which the pool of an encoder has room by default: longest ones, and others of a typical length."""
 _TYPICAL_BLOCK_TOKENS = 32
 Bytes = Annotated[int | None, Range(0)]
 Progress = Callable[[str, float], None]
@@ -46,7 +48,7 @@ class EngineOptions(SchedulerLimits):
     max_model_len: Annotated[int | None, Range(2, MOST)] = None
     """Maximum tokens of prompt and output together; by default the model's maximum."""
     max_num_batched_tokens: Annotated[int | None, Range(1, 1 << 20)] = None
-    """Maximum tokens per step; None: 512, or what max-num-seqs needs."""
+    """Maximum tokens per step; None: 512, or what max-num-seqs needs; an encoder takes fewer if its texts are long."""
     order: Order | None = None
     """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival; None: fcfs; with
     --manifest by the models' priority."""
@@ -61,7 +63,8 @@ class EngineOptions(SchedulerLimits):
     kv_cache_memory_bytes: Bytes = None
     """Size of the KV pool in bytes.
 
-    By default what `max_num_seqs` full contexts need, within 30 % of the available memory."""
+    By default what `max_num_seqs` full contexts need, within 30 % of the available memory; for an encoder, what two of
+    its longest texts and 64 of 256 tokens need."""
     host_kv_memory_bytes: Bytes = None
     """Memory for the KV of preempted sequences; None: half of the KV pool.
 
@@ -75,17 +78,30 @@ class EngineOptions(SchedulerLimits):
         """Maximum tokens of a step: the configured number, or enough for all decoding sequences and a chunk."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        num_decode_seqs = self.max_num_decode_seqs or self.max_num_seqs
-        return max(DEFAULT_BATCHED_TOKENS, least_batched_tokens(num_decode_seqs, self.max_forced_tokens))
+        return max(DEFAULT_BATCHED_TOKENS, self._least_batched_tokens)
+
+    @property
+    def _least_batched_tokens(self) -> int:
+        """Tokens that a step needs so that all sequences can decode in it."""
+        return least_batched_tokens(self.max_num_decode_seqs or self.max_num_seqs, self.max_forced_tokens)
 
     def config(
-        self, *, block_size: int, num_blocks: int, num_host_blocks: int, max_model_len: int, num_stages: int = 1
+        self,
+        *,
+        block_size: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        max_model_len: int,
+        num_stages: int = 1,
+        step_positions: int | None = None,
     ) -> SchedulerConfig:
         """The scheduler's configuration with the sizes chosen at load.
 
         Args:
             num_stages: positions per token, see `Geometry`. The limits of this object are in tokens; the other sizes,
                 and the result, in positions.
+            step_positions: default maximum of positions of a step, see `Geometry`. A text gets at most half of them,
+                as a prompt gets half of a decoder's step by default, so that another one can begin.
 
         Raises:
             ConfigError: the limits conflict.
@@ -95,12 +111,16 @@ class EngineOptions(SchedulerLimits):
             for name in TOKEN_LIMITS:
                 limits[name] = None if limits[name] is None else min(limits[name] * num_stages, MOST)
             limits["enable_prefix_caching"] = False
+        batched = self.batched_tokens * num_stages
+        if step_positions is not None and self.max_num_batched_tokens is None:
+            batched = max(min(batched, step_positions), self._least_batched_tokens)
+            limits["max_chunk_tokens"] = min(limits["max_chunk_tokens"], max(batched // 2, 1))
         return SchedulerConfig(
             block_size=block_size,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             max_model_len=max_model_len,
-            max_num_batched_tokens=self.batched_tokens * num_stages,
+            max_num_batched_tokens=min(batched, MOST),
             order=self.order or "fcfs",
             **limits,
         )
@@ -176,7 +196,11 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
     block_tokens = geometry.block_size // geometry.num_stages
     if options.block_size not in (None, block_tokens):
         raise ConfigError(f"block_size is {options.block_size}; this executor has blocks of {block_tokens} tokens")
-    blocks_of_all = -(-max_model_len // geometry.block_size) * options.max_num_seqs
+    blocks_of_longest = -(-max_model_len // geometry.block_size)
+    blocks_of_all = blocks_of_longest * options.max_num_seqs
+    if geometry.num_stages > 1:
+        blocks_of_typical = NUM_TYPICAL_TEXTS * -(-TYPICAL_TEXT_TOKENS // block_tokens)
+        blocks_of_all = min(blocks_of_all, NUM_LONGEST_TEXTS * blocks_of_longest + blocks_of_typical)
     num_blocks = options.num_blocks
     if num_blocks is None:
         budget = options.kv_cache_memory_bytes
@@ -208,6 +232,7 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
         num_host_blocks=num_host_blocks,
         max_model_len=max_model_len,
         num_stages=geometry.num_stages,
+        step_positions=geometry.step_positions,
     )
 
 

@@ -37,6 +37,9 @@ class Geometry:
     """Number of parts into which the work on each prompt token is divided. 1: a decoder. An encoder has more: every
     token passes a stage before any token passes the next one. A sequence of T tokens then has T positions per stage,
     position p is token p % T in stage p // T, and the sizes above are in such positions."""
+    step_positions: int | None = None
+    """Number of positions of a step that takes about as long as a chunk of a prompt of a small decoder; None: steps are
+    not limited by their duration."""
 
     def text_limit(self, num_positions: int) -> int:
         """Number of tokens, including one of output, for which this many positions have room."""

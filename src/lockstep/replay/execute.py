@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 from msgspec.structs import replace
 
 from lockstep.artifacts.source import open_artifact
@@ -19,7 +20,7 @@ from lockstep.core.step import StepPlan, StepResult
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model
-from lockstep.engine.options import LIMIT_NAMES, EngineOptions, LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, TraceError
 from lockstep.executors.base import Blocks
@@ -30,7 +31,7 @@ from lockstep.replay.playback import Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, apply_to_cache
 from lockstep.replay.trace import Trace
 from lockstep.replay.verify_report import DivergedError
-from lockstep.worker.flight.content import decode_request, tokens_of
+from lockstep.worker.flight.content import decode_request, tokens_of, vector_of
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,
@@ -40,9 +41,12 @@ from lockstep.worker.flight.entries import (
     Pinned,
     RequestDigest,
     RequestEntry,
+    Vector,
 )
 
 Rows = Sequence[tuple[int, ...]]
+_SIZES = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
+"""Fields of a scheduler's configuration on which its executor depends."""
 MAX_RETAINED_BYTES = 1 << 30
 """Maximum bytes of retained KV of sessions."""
 
@@ -58,6 +62,8 @@ class Execution:
     num_requests: int = 0
     num_tokens: int = 0
     """Number of equal tokens."""
+    num_vectors: int = 0
+    """Number of vectors with equal bits."""
     diverged: DivergedError | None = None
     """First difference from the recording; None: none."""
     request: RequestTokens | None = None
@@ -66,7 +72,7 @@ class Execution:
 
 @dataclass(slots=True)
 class RequestTokens:
-    """One request of an engine: its sequences, and the number of its equal tokens."""
+    """One request of an engine: its sequences, and the numbers of its equal tokens and vectors."""
 
     name: str
     sequences: set[int]
@@ -74,6 +80,7 @@ class RequestTokens:
     open: set[int]
     """Ids of the sequences that have not ended."""
     num_tokens: int = 0
+    num_vectors: int = 0
 
 
 class _Listener:
@@ -83,6 +90,8 @@ class _Listener:
         self.added_requests: deque[tuple[int, Request]] = deque()
         self.answers: dict[int, Sequence[bytes]] = {}
         """Block hashes of answers by sequence, until they are read."""
+        self.vectors: dict[int, bytes] = {}
+        """Vectors by sequence, until they are read."""
         self._rows: Rows | None = None
 
     def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None: ...
@@ -108,7 +117,9 @@ class _Listener:
     def committed(self, record: bytes | None, result: StepResult, touched: Sequence[Generation]) -> None:
         self._rows = tokens_of(result, touched)
 
-    def ended(self, generation: Generation) -> None: ...
+    def ended(self, generation: Generation) -> None:
+        if (vector := vector_of(generation)) is not None:
+            self.vectors[generation.seq_id] = vector
 
     def failed(self, record: bytes | None) -> None:
         self._rows = None
@@ -142,10 +153,14 @@ class _Engine:
         """Block hashes by recorded content id."""
         self._retained: dict[bytes, Blocks] = {}
         """Contents of blocks that a session may need again, by hash."""
+        self._vectors: dict[int, bytes] = {}
+        """Recorded vectors by sequence, until its last step is computed."""
         self._step = 0
 
-    def take(self, event: RequestEntry | AppliedCommand | DecidedStep) -> None:
+    def take(self, event: RequestEntry | Vector | AppliedCommand | DecidedStep) -> None:
         match event:
+            case Vector():
+                self._vectors[event.seq_id] = event.numbers
             case RequestEntry(_, seq_id, data):
                 self._requests[seq_id] = decode_request(data)
             case AppliedCommand(_, Added() as added):
@@ -244,13 +259,36 @@ class _Engine:
         for seq_id, tokens in zip(sampling, rows, strict=True):
             if (recorded := step.tokens.get(seq_id, ())) != tuple(tokens):
                 self._differ(f"sequence {seq_id} has the recorded tokens {list(recorded)}; here {list(tokens)}")
+        for finish in step.events.finished:
+            self._compare_vectors(finish.seq_id)
         self._execution.num_tokens += sum(map(len, step.tokens.values()))
         if (request := self._execution.request) is not None:
             request.num_tokens += sum(len(step.tokens.get(seq_id, ())) for seq_id in request.sequences)
             request.open -= {finish.seq_id for finish in step.events.finished}
 
+    def _compare_vectors(self, seq_id: int) -> None:
+        """Compare the recorded vector of a sequence that has ended with the one computed here, bit for bit."""
+        recorded, computed = self._vectors.pop(seq_id, None), self._hook.vectors.pop(seq_id, None)
+        if recorded != computed:
+            self._differ(f"sequence {seq_id} has another vector here: {_vector_difference(recorded, computed)}")
+        if recorded is not None:
+            self._execution.num_vectors += 1
+            if (request := self._execution.request) is not None:
+                request.num_vectors += seq_id in request.sequences
+
     def _differ(self, what: str, recorded: StepPlan | None = None, computed: StepPlan | None = None) -> NoReturn:
         raise DivergedError(self._execution.engine.number, self._step, what, recorded, computed)
+
+
+def _vector_difference(recorded: bytes | None, computed: bytes | None) -> str:
+    """First difference of two vectors, as text."""
+    numbers = [None if each is None else np.frombuffer(each, "<f4") for each in (recorded, computed)]
+    first, second = numbers
+    if first is None or second is None or len(first) != len(second):
+        sizes = ["none" if each is None else f"{len(each)} numbers" for each in numbers]
+        return f"{sizes[0]} in the recording, and {sizes[1]} here"
+    at = int(np.flatnonzero(first.view(np.uint32) != second.view(np.uint32))[0])
+    return f"number {at} of {len(first)} is {first[at]!r} in the recording, and {second[at]!r} here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +338,7 @@ def execute(
     for engine in engines:
         model, config = load_model(source, _load_options(engine, cache_dir, machine))
         try:
-            differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(engine.config, f.name)]
+            differing = [name for name in _SIZES if getattr(config, name) != getattr(engine.config, name)]
             if differing:
                 raise TraceError(f"{source} cannot be loaded here as it was recorded: {', '.join(differing)} differ")
             selected = sequences.get(engine.number)
@@ -313,12 +351,16 @@ def execute(
 def describe(execution: Execution) -> Iterator[str]:
     """Verdict as lines; the first is a summary."""
     engine, diverged, request = execution.engine, execution.diverged, execution.request
-    what = f"{execution.num_tokens:,} tokens of {execution.num_requests:,} requests"
-    if request is not None:
-        what = f"{request.num_tokens:,} tokens of request {request.name}"
-    counted = f"execute: {what} in {execution.num_steps:,} steps of engine {engine.number} ({engine.name})"
-    rest = ", every token equal" if diverged is None else f" are equal, but step {diverged.step} is not"
-    yield counted + rest
+    counted = execution if request is None else request
+    num_tokens, num_vectors = counted.num_tokens, counted.num_vectors
+    kinds = [f"{num_tokens:,} tokens"] if num_tokens or not num_vectors else []
+    kinds += [f"{num_vectors:,} vector{'s' * (num_vectors != 1)}"] if num_vectors else []
+    whose = f"{execution.num_requests:,} requests" if request is None else f"request {request.name}"
+    what = f"{' and '.join(kinds)} of {whose}"
+    begin = f"execute: {what} in {execution.num_steps:,} steps of engine {engine.number} ({engine.name})"
+    equal = " and ".join(kind for kind, n in (("token", num_tokens or not num_vectors), ("vector", num_vectors)) if n)
+    rest = f", every {equal} equal" if diverged is None else f" are equal, but step {diverged.step} is not"
+    yield begin + rest
     yield from execution.notes
     if diverged is not None:
         yield from diverged.lines()
@@ -331,6 +373,7 @@ def facts(execution: Execution) -> dict[str, Any]:
         "name": execution.engine.name,
         "identical": execution.diverged is None,
         "tokens": execution.num_tokens,
+        "vectors": execution.num_vectors,
         "requests": execution.num_requests,
         "steps": execution.num_steps,
         "notes": execution.notes,
@@ -344,6 +387,7 @@ def _request_facts(request: RequestTokens) -> dict[str, Any]:
         "id": request.name,
         "sequences": sorted(request.sequences),
         "tokens": request.num_tokens,
+        "vectors": request.num_vectors,
         "ended": not request.open,
     }
 
@@ -372,7 +416,10 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel, request: Req
     computing = _Engine(model, execution)
     try:
         for event in Playback(trace.entries()).play():
-            if isinstance(event, RequestEntry | AppliedCommand | DecidedStep) and event.engine == engine.number:
+            if (
+                isinstance(event, RequestEntry | Vector | AppliedCommand | DecidedStep)
+                and event.engine == engine.number
+            ):
                 computing.take(event)
             if request is not None and not request.open:
                 break
@@ -400,15 +447,13 @@ def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
 
 
 def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineOptions) -> LoadOptions:
-    """Recorded options of the model, as far as known, with this machine's compute options."""
+    """Recorded sizes of the model, with this machine's compute options. The engine gets its recorded limits, and the
+    model the task that accepts every request, since only those that the server accepted are recorded."""
     config, environment = engine.config, engine.environment
     options = EngineOptions(
-        max_model_len=config.max_model_len,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        order=config.order,
+        max_model_len=(config.max_model_len - 1) // engine.num_stages + 1,
         num_blocks=config.num_blocks,
         host_kv_memory_bytes=config.num_host_blocks * engine.bytes_per_block,
-        **{name: getattr(config, name) for name in LIMIT_NAMES},
     )
     quantize = environment.get("quantize", "none")
     executor = ExecutorOptions(
@@ -417,4 +462,4 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineO
         kv_cache_precision=environment.get("kv_cache_precision", "f16"),
         quantize=None if quantize == "none" else quantize,
     )
-    return LoadOptions(options, executor, cache_dir)
+    return LoadOptions(options, executor, cache_dir, task="generate")

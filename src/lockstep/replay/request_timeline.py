@@ -12,6 +12,7 @@ from itertools import compress
 from typing import Any
 
 from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import FinishReason
 from lockstep.core.step import Limit, Reason
 from lockstep.core.wording import Reached, phrase
 from lockstep.errors import TraceError
@@ -22,10 +23,12 @@ from lockstep.replay.trace import CutFile, Trace
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,
+    Dispatched,
     EngineEntry,
     Header,
     OutputDigest,
     RequestDigest,
+    Vector,
 )
 
 MAX_SHOWN_TOKENS = 64
@@ -41,9 +44,9 @@ class StepRange:
     first_step: int
     last_step: int
     start: int
-    """Position of the first computed token."""
+    """Position of the first computed token; of an encoder, stage times tokens plus token."""
     num_tokens: int
-    """Number of computed tokens."""
+    """Number of computed tokens; of an encoder, of tokens and stages."""
     num_sampled: int
     """Number of sampled tokens."""
 
@@ -71,6 +74,8 @@ class SequenceTimeline:
     """Sequence that computes the prompt for this one; None: this sequence computes it."""
     priority: int = 0
     prompt_tokens: int = 0
+    num_stages: int = 1
+    """Number of times that each prompt token is computed: the stages of an encoder; 1: a decoder."""
     cached_tokens: int | None = None
     """Cached tokens of the prompt; None: nothing was computed."""
     queued_ms: float | None = None
@@ -86,6 +91,14 @@ class SequenceTimeline:
     output_tokens: int = 0
     tokens: list[int] | None = None
     """Tokens, if the recording has content."""
+    gives_vector: bool = False
+    """Whether its answer is a vector and not tokens."""
+    vector_size: int | None = None
+    """Size of its vector, if the recording has content."""
+    dispatched: str | None = None
+    """Model that was chosen by the vector, empty for the fallback; None: the vector chose none."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Best cosine of each model's examples, if the vector chose a model."""
     end: str | None = None
     """Reason of its end; None: it had not ended at the end of the recording or at the divergence."""
 
@@ -103,11 +116,13 @@ class RequestTimeline:
         self._run = ""
         self._file = 0
         self._has_content = False
-        self._names: dict[int, str] = {}
-        """Names of engines, by number."""
+        self._engines: dict[int, EngineEntry] = {}
+        """Engines by number."""
         self._callers: dict[tuple[int, int], str] = {}
         """Names of open requests, by engine and sequence."""
         self._open: dict[tuple[int, int], SequenceTimeline] = {}
+        self._found: dict[tuple[int, int], SequenceTimeline] = {}
+        """Sequences of the run, also those that have ended."""
         self._arrivals_us: dict[tuple[int, int], int] = {}
         self._reasons: dict[int, list[Reason]] = {}
         """Reasons of the current step, by engine."""
@@ -123,7 +138,7 @@ class RequestTimeline:
             case CutFile():
                 self._file = -1
             case EngineEntry():
-                self._names[event.number] = event.name
+                self._engines[event.number] = event
             case Added() if (event.engine, event.request.sibling_of) in self._open:
                 self._open_sequence(event.engine, event.seq_id)
             case RequestDigest():
@@ -132,13 +147,21 @@ class RequestTimeline:
                     self._open_sequence(event.engine, event.seq_id)
             case OutputDigest():
                 self._callers.pop((event.engine, event.seq_id), None)
+                if (ended := self._found.get((event.engine, event.seq_id))) is not None:
+                    ended.gives_vector = event.reason is FinishReason.STOP and not event.num_tokens
+            case Vector(engine, seq_id, numbers) if (engine, seq_id) in self._found:
+                self._found[engine, seq_id].vector_size = len(numbers) // 4
+            case Dispatched(engine, seq_id, target, scores) if (engine, seq_id) in self._found:
+                self._found[engine, seq_id].dispatched = target
+                self._found[engine, seq_id].scores = dict(scores)
             case Arrived(came, arrival_us) if (came.engine, came.seq_id) in self._open:
                 self._open[came.engine, came.seq_id].queued_ms = came.waited_us / 1e3
                 self._arrivals_us[came.engine, came.seq_id] = arrival_us
             case AppliedCommand(engine, Added() as added) if (engine, added.seq_id) in self._open:
                 sequence, asked = self._open[engine, added.seq_id], added.request
                 sequence.added_step, sequence.sibling_of = added.step, asked.sibling_of
-                sequence.priority, sequence.prompt_tokens = asked.priority, asked.num_prompt_tokens
+                sequence.priority = asked.priority
+                sequence.prompt_tokens = asked.num_prompt_tokens // sequence.num_stages
                 reasons = self._reasons.setdefault(engine, [])
                 playback.engines[engine].explain = reasons.append
             case AppliedCommand(engine, Aborted() as aborted) if (engine, aborted.seq_id) in self._open:
@@ -162,14 +185,16 @@ class RequestTimeline:
 
     def _begin_file(self, header: Header) -> None:
         if header.run != self._run or header.file != self._file + 1 or header.gap:
-            for known in (self._open, self._arrivals_us, self._reasons, self._waits, self._callers):
+            for known in (self._open, self._found, self._arrivals_us, self._reasons, self._waits, self._callers):
                 known.clear()  # all of them are dicts
         self._run, self._file, self._has_content = header.run, header.file, header.has_content
 
     def _open_sequence(self, engine: int, seq_id: int) -> None:
         tokens: list[int] | None = [] if self._has_content else None
-        sequence = SequenceTimeline(engine, self._names.get(engine, ""), seq_id, tokens=tokens)
-        self._open[engine, seq_id] = sequence
+        sequence = SequenceTimeline(engine, "", seq_id, tokens=tokens)
+        if (entry := self._engines.get(engine)) is not None:
+            sequence.name, sequence.num_stages = entry.name, entry.num_stages
+        self._open[engine, seq_id] = self._found[engine, seq_id] = sequence
         self.sequences.append(sequence)
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -186,7 +211,7 @@ class RequestTimeline:
                 continue
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = row.start
-            count = counts.get(row.seq_id, 0)
+            count = 0 if sequence.gives_vector else counts.get(row.seq_id, 0)
             _compute(sequence, plan.step, row.start, row.length, count)
             if count and not sequence.output_tokens:
                 sequence.first_token_ms = self._since_arrival_ms(engine, row.seq_id, event)
@@ -206,8 +231,7 @@ class RequestTimeline:
 
     def _wait(self, engine: int, reason: Reason, step: int, config: SchedulerConfig) -> None:
         sequence = self._open.get((engine, reason.seq_id))
-        words = "" if sequence is None else self._words(engine, reason, config)
-        if sequence is None or not words:
+        if sequence is None or not (words := self._words(engine, reason, config, sequence.num_stages)):
             return
         key = (engine, reason.seq_id, reason.limit)
         wait = self._waits.get(key)
@@ -217,10 +241,11 @@ class RequestTimeline:
         wait.num_steps += wait.last_step != step or not wait.num_steps
         wait.reason, wait.last_step = words, step
 
-    def _words(self, engine: int, reason: Reason, config: SchedulerConfig) -> str:
+    def _words(self, engine: int, reason: Reason, config: SchedulerConfig, num_stages: int) -> str:
         names = [self._callers.get((engine, each)) or f"sequence {each}" for each in reason.others]
         others = listed(list(dict.fromkeys(names)))
-        return phrase(Reached(reason.limit, reason.used, reason.most, reason.needed, others, len(names)), config)
+        reached = Reached(reason.limit, reason.used, reason.most, reason.needed, others, len(names))
+        return phrase(reached._replace(num_stages=num_stages), config)
 
     def _end(self, engine: int, seq_id: int, reason: str, event: DecidedStep | AppliedCommand) -> None:
         sequence = self._open.pop((engine, seq_id))
@@ -262,7 +287,14 @@ def _lines(sequence: SequenceTimeline) -> Iterator[str]:
     name = f"sequence {sequence.sequence} of engine {sequence.engine} ({sequence.name})"
     cached = "" if not sequence.cached_tokens else f" ({sequence.cached_tokens} cached)"
     end = "unfinished" if sequence.end is None else f"ended: {sequence.end}"
-    yield f"{name}: {sequence.prompt_tokens} prompt tokens{cached}; {sequence.output_tokens} output tokens; {end}"
+    stages = "" if sequence.num_stages == 1 else f" in {sequence.num_stages} stages"
+    answer = f"{sequence.output_tokens} output tokens"
+    if sequence.gives_vector:
+        answer = "a vector" if sequence.vector_size is None else f"a vector of {sequence.vector_size} numbers"
+    yield f"{name}: {sequence.prompt_tokens} prompt tokens{stages}{cached}; {answer}; {end}"
+    if sequence.dispatched is not None:
+        scores = ", ".join(f"{model} {score:.4f}" for model, score in sequence.scores.items())
+        yield f"  its vector chose {sequence.dispatched or 'the fallback'} by nearest examples: {scores}"
     times = (
         ("queued", sequence.queued_ms),
         ("first token", sequence.first_token_ms),
@@ -276,7 +308,7 @@ def _lines(sequence: SequenceTimeline) -> Iterator[str]:
     if sequence.preemptions:
         yield f"  preempted {sequence.preemptions} time{'s' * (sequence.preemptions != 1)}"
     for stretch in sequence.steps[:MAX_SHOWN_RANGES]:
-        where = f"{stretch.start}..{stretch.start + stretch.num_tokens - 1}"
+        where = _positions(sequence, stretch.start, stretch.start + stretch.num_tokens - 1)
         got = f", {stretch.num_sampled} new" if stretch.num_sampled else ""
         num_steps = stretch.last_step - stretch.first_step + 1
         yield f"  {_steps(stretch.first_step, stretch.last_step, num_steps)}: computes {where}{got}"
@@ -286,6 +318,16 @@ def _lines(sequence: SequenceTimeline) -> Iterator[str]:
         rest = len(sequence.tokens) - MAX_SHOWN_TOKENS
         more = f" and {rest} more" if rest > 0 else ""
         yield f"  tokens: {' '.join(map(str, sequence.tokens[:MAX_SHOWN_TOKENS]))}{more}"
+
+
+def _positions(sequence: SequenceTimeline, first: int, last: int) -> str:
+    """Computed positions as tokens, and for an encoder as tokens of stages."""
+    if sequence.num_stages == 1:
+        return f"{first}..{last}"
+    (stage, token), (last_stage, last_token) = (divmod(each, sequence.prompt_tokens) for each in (first, last))
+    if stage == last_stage:
+        return f"{token}..{last_token} in stage {stage}"
+    return f"from {token} in stage {stage} to {last_token} in stage {last_stage}"
 
 
 def _steps(first: int, last: int, count: int) -> str:

@@ -163,7 +163,7 @@ def _words(wait: Wait) -> str:
             return f"{others} of a higher priority {'goes' if reason.num_others == 1 else 'go'} first"
     assert wait.config is not None, "a planner has a config"
     reached = Reached(Limit[reason.limit], reason.used, reason.most, reason.needed, others, reason.num_others)
-    return phrase(reached, wait.config)
+    return phrase(reached._replace(num_stages=wait.num_stages), wait.config)
 
 
 def _others(count: int) -> str:

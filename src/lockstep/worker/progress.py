@@ -42,6 +42,8 @@ class Wait(NamedTuple):
     """Times on the clock of the progress."""
     config: SchedulerConfig | None
     """Configuration of the scheduler that reported it."""
+    num_stages: int = 1
+    """Positions of each prompt token at this model."""
 
 
 @dataclass(slots=True)
@@ -55,12 +57,15 @@ class CallProgress:
     """Wait reasons by model and limit, in order of the first report."""
     clock: Callable[[], float] = SYSTEM.now_s
 
-    def waits_for(self, model: str, reason: WaitReason, config: SchedulerConfig | None = None) -> None:
+    def waits_for(
+        self, model: str, reason: WaitReason, config: SchedulerConfig | None = None, num_stages: int = 1
+    ) -> None:
         """Record the reason why a call waits."""
         key, now_s = (model, reason.limit), self.clock()
         before = self.waits.get(key)
         if before is not None or len(self.waits) < MAX_WAITS:
-            self.waits[key] = Wait(model, reason, before.first_s if before else now_s, now_s, config)
+            first_s = before.first_s if before else now_s
+            self.waits[key] = Wait(model, reason, first_s, now_s, config, num_stages)
 
 
 @dataclass(slots=True)
@@ -72,6 +77,7 @@ class CallObserver:
     replica: str
     config: SchedulerConfig
     submitted_s: float
+    num_stages: int = 1
 
     def started(self, started: Started) -> None:
         """Record that its computation has begun."""
@@ -83,4 +89,4 @@ class CallObserver:
 
     def waits_for(self, reason: WaitReason) -> None:
         """Record the reason why it is passed over."""
-        self.progress.waits_for(self.model, reason, self.config)
+        self.progress.waits_for(self.model, reason, self.config, self.num_stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace as replace_field
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Executor, HiddenStates, SequenceObserver, VectorHead
 from lockstep.executors.native.encoder import EncoderExecutor
-from lockstep.executors.native.encoder_steps import Text, checked_stages
+from lockstep.executors.native.encoder_steps import STEP_OPERATIONS, Text, checked_stages, step_positions
 from tests.executors.native.encoder_models import Chunk, loaded_encoder, open_encoder, states_of, step_of
 from tools.golden.encoder_cases import text
 
@@ -34,10 +35,23 @@ def test_a_block_has_room_for_32_tokens_of_every_stage(executor: EncoderExecutor
     keys_and_values = 2 * 2 * 64 * 32 * 2  # two layers of keys and values in f16
     assert geometry.bytes_per_block == keys_and_values + 4 * 32 * (64 + 64)
     assert geometry.max_model_len == 256 * NUM_STAGES + 1
+    assert geometry.step_positions == STEP_OPERATIONS // (2 * (4 * 64 * 64 + 2 * 64 * 128) + 5 * 4 * 256 * 64)
     for protocol in (HiddenStates, SequenceObserver, VectorHead):
         assert isinstance(executor, protocol)
     checked: Executor = executor
     assert checked.environment["bits"] == "1"
+
+
+def test_the_longer_a_models_texts_and_the_larger_its_layers_the_fewer_positions_has_a_step(tmp_path: Path) -> None:
+    config = open_encoder(tmp_path, "bert-classifier").config
+    plain = step_positions(config)
+    assert step_positions(replace_field(config, max_model_len=512)) < plain
+    assert step_positions(replace_field(config, intermediate_size=512)) < plain
+    assert step_positions(replace_field(config, gated=True)) < plain
+    assert step_positions(replace_field(config, max_model_len=1 << 40)) == 1
+    heads = replace_field(config, num_heads=16, num_kv_heads=16, head_dim=64)
+    bge_m3 = replace_field(heads, max_model_len=8_192, hidden_size=1_024, intermediate_size=4_096)
+    assert step_positions(bge_m3) == 1_326
 
 
 def test_a_step_is_divided_into_stages_in_ascending_order() -> None:

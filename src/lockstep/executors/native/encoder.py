@@ -15,7 +15,7 @@ from lockstep.artifacts.model import Artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.executors.kv_pool import KVPool
-from lockstep.executors.native.encoder_steps import Text, checked_stages, rows_of_parts
+from lockstep.executors.native.encoder_steps import Text, checked_stages, rows_of_parts, step_positions
 from lockstep.executors.native.forward import BLOCK_TOKENS, Forward
 from lockstep.executors.native.packs import ModelWeights
 from lockstep.executors.step_inputs import NO_ROWS, Limits, check_moves
@@ -52,6 +52,7 @@ class EncoderExecutor:
             weights_bytes=weights.num_bytes,
             num_stages=num_stages,
             mapped_bytes=weights.mapped_bytes,
+            step_positions=step_positions(config),
         )
         self.head_size = config.head[-1].size if config.head else None
         self._config = config

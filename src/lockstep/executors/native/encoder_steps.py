@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.model import ModelConfig
 from lockstep.core.step import StepPlan
 from lockstep.errors import InvalidPlanError
 from lockstep.executors.base import StepBatch
@@ -21,6 +22,11 @@ from lockstep.executors.step_inputs import begins_of
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+STEP_OPERATIONS = 256 * 2 * 500_000_000
+"""Operations of a step: those of the products of 256 tokens in a decoder of half a billion parameters. So a decoder
+beside an encoder waits for a step about as long as for a chunk of a prompt of its own."""
+FLOAT_COST = 5
+"""Duration of an operation on floats, which attention has, in operations on int8, which products have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,15 @@ class _Piece:
     part: int
     """Index of the first row among the positions of the step."""
     table: tuple[int, ...]
+
+
+def step_positions(config: ModelConfig) -> int:
+    """Number of positions, rows times stages, of a step of `STEP_OPERATIONS` in the model's longest text."""
+    hidden, width = config.hidden_size, config.num_heads * config.head_dim
+    attention = 2 * hidden * (width + config.num_kv_heads * config.head_dim)
+    feed_forward = (3 if config.gated else 2) * hidden * config.intermediate_size
+    row = 2 * (attention + feed_forward) + FLOAT_COST * 4 * config.max_model_len * width
+    return max(1, STEP_OPERATIONS // row)
 
 
 def checked_stages(plan: StepPlan, texts: Mapping[int, Text], num_stages: int, num_blocks: int) -> list[StageRows]:

@@ -68,8 +68,7 @@ class Digests:
         tokens."""
         if not generation.live.request.gives_vector:
             return self._digest(b"tokens", _packed(generation.tokens[generation.prompt_len :]))
-        vector = generation.embedding()
-        return self._digest(b"vector", b"" if vector is None else vector.astype("<f4").tobytes())
+        return self._digest(b"vector", vector_of(generation) or b"")
 
     def session(self, name: str) -> str:
         return self._digest(b"session", name.encode(errors="surrogatepass")).hex()
@@ -207,6 +206,12 @@ def tokens_of(result: StepResult, touched: Sequence[Generation]) -> list[tuple[i
         () if reason is FinishReason.ERROR or generation.pooler is not None else generation.delta_ids
         for generation, reason in zip(touched, result.finishes, strict=True)
     ]
+
+
+def vector_of(generation: Generation) -> bytes | None:
+    """Vector of a sequence that has ended, as floats of four bytes; None: it gave none."""
+    vector = generation.embedding()
+    return None if vector is None else vector.astype("<f4").tobytes()
 
 
 def _packed(tokens: Sequence[int]) -> bytes:

@@ -86,6 +86,8 @@ class EngineEntry(EntryStruct, frozen=True, tag=2):
     text: str = ""
     """Name of the model's vocabulary and template, which are stored in the same folder
     (`lockstep.worker.flight.content.read_text`); empty: they are not stored."""
+    num_stages: int = 1
+    """Positions of each prompt token (`lockstep.executors.base.Geometry`)."""
 
 
 class _WithContents:
@@ -342,6 +344,15 @@ class Shown(EntryStruct, frozen=True, tag=24):
     first chunk since the arrival of the request)."""
 
 
+class Vector(EntryStruct, frozen=True, tag=26):
+    """Vector of a sequence that has ended: an embedding, the scores of a classifier, or logits of chosen tokens."""
+
+    engine: int
+    seq_id: int
+    numbers: bytes
+    """Floats of four bytes, little-endian."""
+
+
 class Dispatched(EntryStruct, frozen=True, tag=25):
     """Decision by nearest examples, recorded when the vector of the message had been computed."""
 
@@ -375,6 +386,7 @@ Entry = (
     | RequestEntry
     | Tokens
     | Shown
+    | Vector
     | Dispatched
 )
 

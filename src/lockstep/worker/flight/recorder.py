@@ -26,7 +26,15 @@ from lockstep.engine.loading import LoadedModel
 from lockstep.errors import UsageError
 from lockstep.system import SYSTEM, System
 from lockstep.worker.device_scheduler import DeviceScheduler
-from lockstep.worker.flight.content import Digests, Numbers, encode_request, text_path, tokens_of, write_text
+from lockstep.worker.flight.content import (
+    Digests,
+    Numbers,
+    encode_request,
+    text_path,
+    tokens_of,
+    vector_of,
+    write_text,
+)
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SUFFIX,
@@ -53,6 +61,7 @@ from lockstep.worker.flight.entries import (
     Tokens,
     Turn,
     Unpinned,
+    Vector,
     WithWork,
     runs_of,
 )
@@ -329,6 +338,7 @@ class EngineRecorder:
             dict(executor.machine),
             executor.geometry.bytes_per_block,
             self._text,
+            executor.geometry.num_stages,
         )
         self._recorder.chunk.put(entry)
 
@@ -432,6 +442,8 @@ class EngineRecorder:
                 self.number, generation.seq_id, generation.finish_reason, generation.num_output, output
             )
             self._put(entry)
+            if self._recorder.has_content and (vector := vector_of(generation)) is not None:
+                self._put(Vector(self.number, generation.seq_id, vector))
 
     @guarded
     def failed(self, record: bytes | None) -> None:
