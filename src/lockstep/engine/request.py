@@ -60,8 +60,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     has its own setting. Stop strings apply only to content."""
     pooling: Pooling | Literal["model", "score"] | None = None
     """Pooling of an embedding request, whose answer is one vector of the prompt's hidden states and no text, and whose
-    ``params`` are unused; ``model``: the pooling that the model's files describe, else the mean; ``score``: the value of
-    a classifier for a pair of texts, as `engine.scoring` requests it. None: no pooling."""
+    ``params`` are unused; ``model``: the pooling that the model's files describe, else the mean; ``score``: the value
+    of a classifier for a pair of texts, as `engine.scoring` requests it. None: no pooling."""
     logit_ids: tuple[int, ...] = ()
     """Tokens whose logits after the prompt are the answer, as one vector, in place of text; empty: none. ``params`` are
     unused."""
