@@ -40,8 +40,8 @@ def test_one_process_generates_embeds_and_reranks_under_one_budget(tmp_path: Pat
         chat = {"messages": [{"role": "user", "content": "Where is my refund?"}], "max_tokens": 4}
         routed = client.post("/v1/chat/completions", json=chat).json()
         embedded = client.post("/v1/embeddings", json={"model": "embedder", "input": DOCUMENTS}).json()
-        asked = {"model": "reranker", "query": "my refund", "documents": DOCUMENTS}
-        ranked = client.post("/v1/rerank", json=asked).json()
+        body = {"model": "reranker", "query": "my refund", "documents": DOCUMENTS}
+        ranked = client.post("/v1/rerank", json=body).json()
         cluster = client.get("/v1/cluster").json()
         refused = client.post("/v1/chat/completions", json={**chat, "model": "embedder"})
     assert (routed["model"], routed["lockstep"]["hops"][0]["model"]) == ("writer", "router")
