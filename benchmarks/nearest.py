@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep import LLM, EngineOptions, LoadOptions
-from lockstep.artifacts.embedding import Pooling
+from lockstep.artifacts.task import Pooling
 from lockstep.cluster.nearest import NearestRule, decide
 from lockstep.executors.options import ExecutorOptions
 from lockstep.pocket import INTENTS

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.artifacts.embedding import (
-    DenseModule,
     files_of,
     from_gguf_metadata,
     max_tokens_of,
     read_sentence_transformers,
 )
 from lockstep.artifacts.metadata import Metadata
-from lockstep.artifacts.model import HeadLayer
+from lockstep.artifacts.model import DenseModule, HeadLayer
 from lockstep.errors import ArtifactError, CorruptArtifactError, UnsupportedArtifactError
 
 MODULES = "sentence_transformers.models."

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from lockstep import LLM, AsyncEngine, EngineOptions, GenerationRequest, LoadOptions, SamplingParams
-from lockstep.artifacts.embedding import POOLINGS, Pooling
+from lockstep.artifacts.task import POOLINGS, Pooling
 from lockstep.engine.engine import Engine
 from lockstep.engine.input_processing import prepare
 from lockstep.errors import InvalidParameterError, PromptTooLongError

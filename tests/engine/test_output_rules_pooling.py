@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.artifacts.embedding import POOLINGS, Pooling
+from lockstep.artifacts.task import POOLINGS, Pooling
 from lockstep.engine.output_rules import Pooler
 
 LENGTH, SIZE = 23, 8

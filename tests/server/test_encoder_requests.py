@@ -230,7 +230,7 @@ def test_conversations_are_routed_by_an_embedder_without_a_chat_template(tmp_pat
             assert (status, answer["model"]) == (200, "legal"), answer
 
 
-def test_a_reranker_that_answers_is_asked_only_for_scores(tmp_path: Path) -> None:
+def test_a_reranker_that_answers_gives_only_scores(tmp_path: Path) -> None:
     body = {"query": QUERY, "documents": DOCUMENTS}
     with serve(str(write_answering_reranker(tmp_path / "model")), *IN_THREAD, "--served-model-name", "m") as running:
         status, answer = post(running, "/v2/rerank", body)

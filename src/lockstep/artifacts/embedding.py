@@ -1,4 +1,4 @@
-"""How a model turns hidden states into a vector: reads the files of sentence-transformers, and the metadata of GGUF.
+"""Vectors of models: reads how they are made, from the files of sentence-transformers and the metadata of GGUF.
 
 sentence-transformers writes a list of modules (``modules.json``), each with its directory. The modules that are read
 here are Transformer, Pooling (one mode), Dense (a layer on the pooled vector) and Normalize; a model with another one
@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
 
-from lockstep.artifacts.layout import HEAD
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
-from lockstep.artifacts.model import HeadLayer, ModelConfig
-from lockstep.artifacts.task import Task
+from lockstep.artifacts.model import DenseModule, EmbeddingConfig, HeadLayer, ModelConfig
+from lockstep.artifacts.task import Pooling, Task
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
-
-Pooling = Literal["mean", "last", "cls"]
-"""Which hidden states become the vector: the mean of all tokens, the last token, or the first one."""
-POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
@@ -50,40 +44,6 @@ _ACTIVATIONS: Mapping[str, str] = {"Identity": "", "Tanh": "tanh", "ReLU": "relu
 """Names of `HeadLayer` by class of torch."""
 _GGUF_POOLINGS: Mapping[int, Pooling] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
 """By ``pooling_type``; 0 is none and 4 is the score of a classifier."""
-
-
-@dataclass(frozen=True, slots=True)
-class DenseModule:
-    """A dense layer on the pooled vector, in a folder of its own."""
-
-    folder: str
-    layer: HeadLayer
-
-    def names(self, index: int) -> dict[str, str]:
-        """Canonical names of its tensors as the layer ``index`` of a head, by their names in its file."""
-        kinds = ("weight", "bias") if self.layer.bias else ("weight",)
-        return {f"linear.{kind}": f"{HEAD}{index}.{kind}" for kind in kinds}
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingConfig:
-    """How a model makes vectors."""
-
-    pooling: Pooling = "mean"
-    normalize: bool = True
-    """True if the model's own pipeline scales vectors to length 1."""
-    dense: tuple[DenseModule, ...] = ()
-    answer_ids: tuple[int, int] | None = None
-    """Tokens that mean relevant and not relevant, if the model scores documents by their logits; None: it does not, or
-    its files name no tokens."""
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts that are put before an input, by name, e.g. ``query``."""
-    default_prompt: str | None = None
-    """Name of the prompt that is used if a request names none; None: no prompt."""
-    max_tokens: int | None = None
-    """Maximum tokens of a text, if it is less than the context of the model."""
-    lowercase: bool = False
-    """True if texts are put into lower case before the tokenizer's own steps."""
 
 
 def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
@@ -153,7 +113,7 @@ def max_tokens_of(path: Path) -> int | None:
 
 
 def task_of(config: ModelConfig, embedding: EmbeddingConfig | None) -> Task:
-    """What a model is for, by its configuration and by the files that describe its vectors."""
+    """Return the task of a model, by its configuration and by the files that describe its vectors."""
     if config.num_labels or (embedding is not None and embedding.answer_ids is not None):
         return "rerank"
     return "embed" if config.bidirectional or embedding is not None else "generate"
@@ -162,7 +122,7 @@ def task_of(config: ModelConfig, embedding: EmbeddingConfig | None) -> Task:
 def embedding_of(
     config: ModelConfig, embedding: EmbeddingConfig | None, max_tokens: int | None = None
 ) -> EmbeddingConfig | None:
-    """How a model makes vectors; None: its files do not say so.
+    """Return how a model makes vectors; None: its files do not describe it.
 
     An encoder without a description pools the mean, as sentence-transformers does. A classifier has its own pooling.
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from lockstep.artifacts.charsmap import charsmap_fault, charsmaps_of
 from lockstep.artifacts.embedding import (
     DENSE_WEIGHTS,
-    DenseModule,
-    EmbeddingConfig,
     embedding_of,
     files_of,
     max_tokens_of,
@@ -27,9 +25,9 @@ from lockstep.artifacts.encoders import canonical_tensors
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
 from lockstep.artifacts.huggingface_config import has_head, read_config
-from lockstep.artifacts.layout import LM_HEAD, MappedWeights, check_config, check_tensors, split_fused
+from lockstep.artifacts.layout import HEAD, LM_HEAD, MappedWeights, check_config, check_tensors, split_fused
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
-from lockstep.artifacts.model import Artifact, Tensor, TokenizerParts
+from lockstep.artifacts.model import Artifact, DenseModule, EmbeddingConfig, Tensor, TokenizerParts
 from lockstep.artifacts.safetensors_file import read_safetensors
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, MissingTokenizerError
 
@@ -103,13 +101,19 @@ def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {new: replace(tensors[name], name=new) for name, new in names.items()}
 
 
+def _dense_names(module: DenseModule, index: int) -> dict[str, str]:
+    """Canonical names of a dense module's tensors as the layer ``index`` of a head, by their names in its file."""
+    kinds = ("weight", "bias") if module.layer.bias else ("weight",)
+    return {f"linear.{kind}": f"{HEAD}{index}.{kind}" for kind in kinds}
+
+
 def _dense_tensors(path: Path, modules: Sequence[DenseModule]) -> dict[str, Tensor]:
     """Tensors of the dense modules under their canonical names."""
     tensors: dict[str, Tensor] = {}
     for index, module in enumerate(modules):
         file = path / module.folder / DENSE_WEIGHTS
         found = read_safetensors(file)
-        for name, canonical in module.names(index).items():
+        for name, canonical in _dense_names(module, index).items():
             if name not in found:
                 raise CorruptArtifactError(f"has no tensor {name!r}", path=file)
             tensors[canonical] = replace(found[name], name=canonical)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.task import Pooling
 from lockstep.artifacts.task import Task as Task
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from lockstep.artifacts.embedding import EmbeddingConfig
 
 
 class Encoding(Enum):
@@ -92,6 +91,35 @@ class HeadLayer:
     bias: bool = True
     norm: bool = False
     """Whether the results are normalized, as the model's other norms do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseModule:
+    """A dense layer on the pooled vector, in a folder of its own."""
+
+    folder: str
+    layer: HeadLayer
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingConfig:
+    """Pooling and further steps by which a model makes vectors."""
+
+    pooling: Pooling = "mean"
+    normalize: bool = True
+    """True if the model's own pipeline scales vectors to length 1."""
+    dense: tuple[DenseModule, ...] = ()
+    answer_ids: tuple[int, int] | None = None
+    """Tokens that mean relevant and not relevant, if the model scores documents by their logits; None: it does not, or
+    its files name no tokens."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Texts that are put before an input, by name, e.g. ``query``."""
+    default_prompt: str | None = None
+    """Name of the prompt that is used if a request names none; None: no prompt."""
+    max_tokens: int | None = None
+    """Maximum tokens of a text, if it is less than the context of the model."""
+    lowercase: bool = False
+    """True if texts are put into lower case before the tokenizer's own steps."""
 
 
 @dataclass(frozen=True, slots=True)

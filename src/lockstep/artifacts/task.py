@@ -1,9 +1,12 @@
-"""Tasks of models. They have a module without imports, because every page of help needs them."""
+"""Tasks and poolings of models. They have a module without imports, because every page of help needs them."""
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
 Task = Literal["generate", "embed", "rerank"]
-"""What a model is for: text, vectors, or scores of pairs of texts."""
+"""Task of a model: text, vectors, or scores of pairs of texts."""
 TASKS: tuple[Task, ...] = get_args(Task)
+Pooling = Literal["mean", "last", "cls"]
+"""Hidden states that become the vector: the mean of all tokens, the last token, or the first one."""
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)

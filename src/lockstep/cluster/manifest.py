@@ -84,7 +84,7 @@ class ModelEntry:
     chat_template: str | None = None
     """Jinja source that replaces the artifact's template; None: the artifact's own template."""
     task: Task | None = None
-    """What the model is for; None: what its artifact says."""
+    """Task of the model; None: the one of its artifact."""
     keep_alive_s: float | None = None
     """Idle time in seconds after which a loaded standby model is unloaded; None: it is only unloaded to make room."""
     remote: Remote | None = None

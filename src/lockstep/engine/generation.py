@@ -47,7 +47,7 @@ class Generation:
     splitter: ReasoningSplitter | None = None
     pooler: Pooler | None = None
     vector: npt.NDArray[np.float32] | None = None
-    """Answer of an embedding request that has ended, or the logits that a request for logits asked for."""
+    """Answer of an embedding request that has ended, or the requested logits."""
     prompt_logprobs: PromptLogprobs | None = None
     """Set only for the first sequence, since its siblings have the same prompt."""
     takes_likeliest: bool = False
@@ -136,7 +136,7 @@ class Generation:
         return bits
 
     def embedding(self) -> npt.NDArray[np.float32] | None:
-        """The vector, if the request asked for one and has ended normally."""
+        """Return the vector of an embedding request that has ended normally; None: there is none."""
         return self.vector if self.finish_reason is FinishReason.STOP else None
 
     def prompt_entries(self) -> tuple[TokenLogprobs | None, ...] | None:

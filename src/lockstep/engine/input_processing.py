@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from lockstep.artifacts.embedding import POOLINGS, Pooling
+from lockstep.artifacts.task import POOLINGS, Pooling
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import block_hashes, namespace_of
 from lockstep.core.request import Request

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.embedding import Pooling
+from lockstep.artifacts.task import Pooling
 from lockstep.engine.engine import Engine, Observer, OutputStream
 from lockstep.engine.generation import Sink
 from lockstep.engine.loading import load_model

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.embedding import EmbeddingConfig
-from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.model import EmbeddingConfig, TokenizerParts
 from lockstep.artifacts.task import Task
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.options import LoadOptions, Progress, plan_config

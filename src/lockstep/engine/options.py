@@ -137,7 +137,7 @@ class LoadOptions:
     chat_template: str | None = None
     """Jinja source that replaces the artifact's chat template."""
     task: Task | None = None
-    """What the model is for; None: what its artifact says."""
+    """Task of the model; None: the one of its artifact."""
 
 
 def check_limits(options: EngineOptions, declared_max_model_len: int | None = None) -> None:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.embedding import Pooling
+from lockstep.artifacts.task import Pooling
 from lockstep.executors.logits import TokenLogprobs, token_logprobs
 
 

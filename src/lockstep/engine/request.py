@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lockstep.artifacts.embedding import Pooling
+from lockstep.artifacts.task import Pooling
 from lockstep.core.request import Priority
 from lockstep.engine.output_rules import Reasoning
 from lockstep.executors.sampling_params import SamplingParams

@@ -31,7 +31,7 @@ _SYSTEM = (
 
 
 def scoring_of(task: Task, num_stages: int) -> Scoring | None:
-    """How a model scores pairs of texts; None: it generates text."""
+    """Return how a model scores pairs of texts; None: it generates text."""
     if task == "generate":
         return None
     return "cosine" if task == "embed" else "classifier" if num_stages > 1 else "answer"

@@ -16,7 +16,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.artifacts.embedding import Pooling
+from lockstep.artifacts.task import Pooling
 from lockstep.engine.outputs import RequestOutput
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.row_math import row_math

@@ -319,7 +319,7 @@ def _listed(name: str, card: ModelCard, snapshots: Mapping[str, ModelSnapshot]) 
 
 
 def _capabilities(card: ModelCard) -> list[str]:
-    """What a model is for, in Ollama's words."""
+    """Return a model's capabilities by Ollama's names."""
     if card.task in ("embed", "rerank"):
         return ["embedding"] if card.task == "embed" else []
     if card.text is None:
