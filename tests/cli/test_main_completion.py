@@ -26,7 +26,7 @@ def asked(**environment: str) -> str:
     ("words", "position", "expected"),
     [
         ("lockstep be", 1, ["bench"]),
-        ("lockstep bench ", 2, ["serve", "throughput", "cluster", "replay", "peers", "compare"]),
+        ("lockstep bench ", 2, ["serve", "throughput", "embed", "cluster", "replay", "peers", "compare"]),
         ("lockstep bench serve --random-p", 3, ["--random-prefix-len"]),
         ("lockstep completion ", 2, ["bash", "zsh", "fish"]),
     ],

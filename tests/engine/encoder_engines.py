@@ -61,13 +61,15 @@ def text(random: Random, length: int) -> Ids:
     return tuple(random.choices(range(FIRST_WORD_ID, 320), k=length))
 
 
-def embedding_request(ids: Ids, **fields: Any) -> GenerationRequest:
-    return GenerationRequest(ids, pooling="model", **fields)
+def embedding_request(ids: Ids, *, is_score: bool = False, **fields: Any) -> GenerationRequest:
+    """Request for the vector of a text, or for the score of a pair that is tokenised already."""
+    return GenerationRequest(ids, pooling="score" if is_score else "model", **fields)
 
 
 def vectors_of(engine: Engine, texts: Sequence[Ids]) -> list[bytes]:
     """Bytes of the vectors of a batch."""
-    ids = [engine.submit(embedding_request(each)) for each in texts]
+    is_score = engine.model.scoring == "classifier"
+    ids = [engine.submit(embedding_request(each, is_score=is_score)) for each in texts]
     engine.run_until_idle()
     engine.scheduler.check()
     return [vector_of(engine, each) for each in ids]

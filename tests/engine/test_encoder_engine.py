@@ -146,7 +146,7 @@ def test_vectors_and_chats_of_one_device_do_not_affect_each_other(
                 bench.tell(Submit(number, "chat", GenerationRequest(prompt, params)))
             requests = [(name, each) for each in texts for name in NAMES] if has_texts else []
             for number, (name, ids) in enumerate(requests):
-                bench.tell(Submit(100 + number, name, embedding_request(ids)))
+                bench.tell(Submit(100 + number, name, embedding_request(ids, is_score="classifier" in name)))
             chats = [bench.answer(number).request for number in range(len(prompts))]
             answers.append([chat.completions[0].token_ids for chat in chats if chat is not None])
             for number, (name, ids) in enumerate(requests):

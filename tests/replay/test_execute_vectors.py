@@ -68,7 +68,7 @@ def submit_everything(bench: Bench) -> None:
         prompt, params = tuple(range(60, 70 + number)), SamplingParams(max_tokens=NUM_CHAT_TOKENS, ignore_eos=True)
         bench.tell(
             Submit(5 * number, EMBEDDER, embedding_request(ids, external_id=f"text-{number}")),
-            Submit(5 * number + 1, CLASSIFIER, embedding_request(ids, external_id=f"pair-{number}")),
+            Submit(5 * number + 1, CLASSIFIER, embedding_request(ids, is_score=True, external_id=f"pair-{number}")),
             Submit(5 * number + 2, CHAT, GenerationRequest(prompt, logit_ids=YES_NO, external_id=f"answer-{number}")),
             Submit(5 * number + 3, CHAT, GenerationRequest(prompt, pooling="mean", external_id=f"mean-{number}")),
             Submit(5 * number + 4, CHAT, GenerationRequest(prompt, params, external_id=f"chat-{number}")),
