@@ -300,7 +300,7 @@ class ArtifactError(LockstepError):
 
     Args:
         message: the fault and its correction.
-        path: the faulty file or directory; None: there is no path to name.
+        path: file or directory with the error; None: the error concerns no path.
     """
 
     def __init__(self, message: str, *, path: Path | str | None = None) -> None:

@@ -10,11 +10,13 @@ import pytest
 
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import dump, parse
-from lockstep.cluster.nearest import NearestRule, decide, embedding_of, message_of
+from lockstep.cluster.nearest import NearestRule, answer_with_vector, decide, embedding_of, message_of
 from lockstep.cluster.state import ClusterOptions
+from lockstep.core.request import FinishReason
+from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.scoring import cosine
-from lockstep.errors import InvalidParameterError, ManifestError
+from lockstep.errors import DeadlineError, InvalidParameterError, LockstepError, ManifestError, NumericsError
 from lockstep.replay.trace import open_trace
 from lockstep.worker.flight.entries import Dispatched
 from lockstep.worker.flight.options import TraceOptions
@@ -103,6 +105,7 @@ def test_the_block_is_read_and_written() -> None:
         ("technical: error", "technical: []", "routing.dispatch.examples"),
         ("min_score: 0.5", "min_score: 2", "routing.dispatch.min_score"),
         ("entry: embedder", "entry: billing", "routing.entry"),
+        ("{source: 'pocket://', task: embed}", "{remote: {base_url: 'http://127.0.0.1:1/v1'}}", "routing.entry"),
         ("fallback: {source: 'pocket://', id: general}\n", "", "routing.dispatch.min_score"),
         (
             "entry: embedder",
@@ -139,3 +142,15 @@ async def test_a_message_goes_to_the_model_of_its_nearest_example(tmp_path: Path
         ("billing", hop.scores),
         ("technical", other.hops[0].scores),
     ]
+
+
+def test_an_embedding_that_ended_early_is_an_error_and_no_decision() -> None:
+    def ended(reason: FinishReason, error: LockstepError | None) -> TokenOutput:
+        whole = RequestOutput(1, (5,), (Completion(0, "", (), reason, None, None),), 0, 0, Timings(0, None, 0), error)
+        return TokenOutput(1, 0, (), "", reason, request=whole)
+
+    failure = NumericsError("the model produced NaN")
+    with pytest.raises(NumericsError):
+        answer_with_vector([ended(FinishReason.ERROR, failure)])
+    with pytest.raises(DeadlineError):
+        answer_with_vector([ended(FinishReason.DEADLINE, None)])

@@ -140,8 +140,8 @@ def test_models_unloaded_by_hand_under_load_come_back_and_no_request_fails() -> 
 
 
 def test_a_hop_to_a_model_that_cannot_be_loaded_is_shown_and_the_stream_ends_with_the_reason() -> None:
-    """Who asks for a whole answer, or comes while it is known, is told by a status. By its clock,
-    which stands, nothing is loaded again meanwhile."""
+    """A request for a whole answer, and any request while the failure lasts, get an error status. The cluster's clock
+    stands still, so that nothing is loaded again meanwhile."""
     text = MANIFEST.replace("      aliases: [law]", "      engine: {block_size: 7}")
     ask = {**asking("Is this clause legal?"), "stream": True}
     with clustered(text, system=ClockedSystem(lambda: 1.0)) as server, server.client() as client:

@@ -192,6 +192,8 @@ def _check_nearest(draft: ManifestDraft, rule: NearestRule, reading: Reading) ->
     entry = draft.routing.get("entry")
     if entry in ids:
         reading.fault("routing.entry", f"is {entry!r}, an embedding model, which cannot be a model of {rule.set}")
+    if any(each.id == entry and each.is_remote for each in draft.entries):
+        reading.fault("routing.entry", f"is {entry!r}, a remote model; examples need a local embedding model")
     if rule.min_score is not None and draft.fallback_id is None:
         message = "has no effect without a `fallback:`, which answers below it; add one, or leave this out"
         reading.fault(f"{where}.min_score", message)

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from lockstep.cluster.dispatch import NearestRule as NearestRule
+from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
-from lockstep.errors import InvalidParameterError
+from lockstep.errors import DeadlineError, InvalidParameterError
 from lockstep.executors.row_math import row_math
 from lockstep.executors.sampling_params import SamplingParams
 
@@ -89,3 +90,18 @@ def message_of(prompt: Prompt) -> str:
     raise InvalidParameterError(
         "the request has no text of a user by which it could be routed; name a model, or send text", param="messages"
     )
+
+
+def answer_with_vector(outputs: Sequence[TokenOutput]) -> tuple[RequestOutput, Vector]:
+    """Return the whole answer to an embedding request, and its vector.
+
+    Raises:
+        LockstepError: the request ended with an error, or before its vector was complete.
+    """
+    answer = outputs[-1].request
+    assert answer is not None, "the last output of a stream has the whole answer"
+    if answer.error is not None:
+        raise answer.error
+    if answer.embedding is None:
+        raise DeadlineError("the message could not be embedded before the request's deadline")
+    return answer, answer.embedding

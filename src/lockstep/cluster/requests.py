@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from lockstep.cluster.base import Accepted, EventStream, Hop, Routed
 from lockstep.cluster.models import Model
-from lockstep.cluster.nearest import Scores, Vector, embedding_of, message_of
+from lockstep.cluster.nearest import Scores, Vector, answer_with_vector, embedding_of, message_of
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.prompt_tokeniser import PromptTokeniser
 from lockstep.cluster.remote import RemoteModel
@@ -117,11 +117,9 @@ class RequestHandler:
         started_s = self._clock()
         question = embedding_of(message_of(call.prompt), entry.id, call)
         accepted, outputs = await self._vector(entry, question, progress)
-        answer = outputs[-1].request
-        assert answer is not None, "the last output of a stream has the whole answer"
-        assert answer.embedding is not None, "an embedding request without an error has a vector"
+        answer, message = answer_with_vector(outputs)
         examples = await self._examples(router, entry, call)
-        decision, scores = router.decide(examples, answer.embedding)
+        decision, scores = router.decide(examples, message)
         worker = self._state.worker
         if progress.sequences and isinstance(worker, SupervisedWorker):
             computed = progress.sequences[-1]
@@ -141,10 +139,7 @@ class RequestHandler:
             vectors = []
             for text in router.rule.texts:
                 _, outputs = await self._vector(entry, embedding_of(text, entry.id, call), CallProgress())
-                answer = outputs[-1].request
-                assert answer is not None, "the last output of a stream has the whole answer"
-                assert answer.embedding is not None, "an embedding request without an error has a vector"
-                vectors.append(answer.embedding)
+                vectors.append(answer_with_vector(outputs)[1])
             router.remember(fingerprint, vectors)
             return vectors
 
