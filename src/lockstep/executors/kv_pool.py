@@ -99,3 +99,22 @@ def _zeros(num_rows: int, size: int) -> Blocks:
 def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     table = np.array(pairs, np.int64)
     return table[:, 0], table[:, 1]
+
+
+class PoolOwner:
+    """Part of an executor that owns a pool."""
+
+    _pool: KVPool | None = None
+
+    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
+        """See `base.Executor`."""
+        return self._allocated().read(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
+        """See `base.Executor`."""
+        self._allocated().write(blocks, content)
+
+    def _allocated(self) -> KVPool:
+        if self._pool is None:
+            raise ExecutorError("the executor has no pool: it is closed, or allocate() was not called")
+        return self._pool

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from lockstep.artifacts.model import Artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
-from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
-from lockstep.executors.kv_pool import KVPool
+from lockstep.executors.base import Geometry, Logits, StepBatch
+from lockstep.executors.kv_pool import KVPool, PoolOwner
 from lockstep.executors.native.encoder_steps import Text, checked_stages, rows_of_parts, step_positions
 from lockstep.executors.native.forward import BLOCK_TOKENS, Forward
 from lockstep.executors.native.packs import ModelWeights
@@ -23,7 +23,7 @@ from lockstep.executors.step_inputs import NO_ROWS, Limits, check_moves
 Floats = npt.NDArray[np.float32]
 
 
-class EncoderExecutor:
+class EncoderExecutor(PoolOwner):
     """`Executor`, `HiddenStates`, `VectorHead` and `SequenceObserver` of a model whose tokens see later ones.
 
     Args:
@@ -131,19 +131,6 @@ class EncoderExecutor:
         if vectors.ndim != 2 or vectors.shape[1] != self._config.hidden_size:
             raise ExecutorError(f"vectors of shape {list(vectors.shape)}; [n, {self._config.hidden_size}] is expected")
         return self._forward.project(np.ascontiguousarray(vectors, np.float32), self.head_size)
-
-    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
-        """See the protocol."""
-        return self._allocated().read(blocks)
-
-    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
-        """See the protocol."""
-        self._allocated().write(blocks, content)
-
-    def _allocated(self) -> KVPool:
-        if self._pool is None:
-            raise ExecutorError("the executor has no pool: it is closed, or allocate() was not called")
-        return self._pool
 
     def close(self) -> None:
         """Release weights and pool. Calling this again has no effect."""

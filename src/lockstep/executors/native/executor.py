@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.model import Artifact, ModelConfig
 from lockstep.errors import ExecutorError, InvalidPlanError, UnsupportedArtifactError, UsageError
-from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
-from lockstep.executors.kv_pool import KVPool
+from lockstep.executors.base import Geometry, Logits, StepBatch
+from lockstep.executors.kv_pool import KVPool, PoolOwner
 from lockstep.executors.machine import available_cores
 from lockstep.executors.native.encoder import EncoderExecutor
 from lockstep.executors.native.forward import BLOCK_TOKENS, STORAGES, Forward
@@ -152,7 +152,7 @@ def _plain_frequencies(rotary_dim: int, theta: float) -> npt.NDArray[np.float32]
     return row_math().power(theta, -np.arange(0, rotary_dim, 2) / rotary_dim).astype(np.float32)
 
 
-class NativeExecutor:
+class NativeExecutor(PoolOwner):
     """`Executor` that uses the native library."""
 
     def __init__(
@@ -225,19 +225,6 @@ class NativeExecutor:
     def hidden_states(self) -> npt.NDArray[np.float32]:
         """See ``base.HiddenStates``."""
         return self._hidden_states
-
-    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
-        """See the protocol."""
-        return self._allocated().read(blocks)
-
-    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
-        """See the protocol."""
-        self._allocated().write(blocks, content)
-
-    def _allocated(self) -> KVPool:
-        if self._pool is None:
-            raise ExecutorError("the executor has no pool: it is closed, or allocate() was not called")
-        return self._pool
 
     def close(self) -> None:
         """Release weights and pool. Calling this again has no effect."""
