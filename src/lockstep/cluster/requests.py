@@ -116,7 +116,7 @@ class RequestHandler:
         """Embed the message, and decide by the most similar example."""
         started_s = self._clock()
         question = embedding_of(message_of(call.prompt), entry.id, call)
-        accepted, outputs = await self._vector(entry, question, progress)
+        accepted, outputs = await self._entry_answer(None, entry, question, progress)
         answer, message = answer_with_vector(outputs)
         examples = await self._examples(router, entry, call)
         decision, scores = router.decide(examples, message)
@@ -138,23 +138,11 @@ class RequestHandler:
                 return known
             vectors = []
             for text in router.rule.texts:
-                _, outputs = await self._vector(entry, embedding_of(text, entry.id, call), CallProgress())
+                question = embedding_of(text, entry.id, call)
+                _, outputs = await self._entry_answer(None, entry, question, CallProgress())
                 vectors.append(answer_with_vector(outputs)[1])
             router.remember(fingerprint, vectors)
             return vectors
-
-    async def _vector(
-        self, entry: Model, question: GenerationRequest, progress: CallProgress
-    ) -> tuple[Accepted, list[TokenOutput]]:
-        accepted, outputs = Accepted(entry.id, ()), list[TokenOutput]()
-        async with aclosing(self._answered(entry, question, (), progress)) as stream:
-            async for events in stream:
-                for event in events:
-                    if isinstance(event, TokenOutput):
-                        outputs.append(event)
-                    elif isinstance(event, Accepted):
-                        accepted = event
-        return accepted, outputs
 
     def _dispatched(
         self,
@@ -202,9 +190,10 @@ class RequestHandler:
         return hop, target
 
     async def _entry_answer(
-        self, router: Router, entry: Model, question: GenerationRequest, progress: CallProgress
+        self, router: Router | None, entry: Model, question: GenerationRequest, progress: CallProgress
     ) -> tuple[Accepted, list[TokenOutput]]:
-        """Collect the entry model's whole answer. As soon as its target can be foreseen, start to load the target."""
+        """Collect the entry model's whole answer. As soon as the router can foresee its target, start to load the
+        target."""
         by_id = self._state.models.by_id
         hinted = (model.replica for model in by_id.values() if model.entry.promotes_on_intent)
         has_hints = any(replica is not None and replica.phase is Phase.ABSENT for replica in hinted)
@@ -219,7 +208,7 @@ class RequestHandler:
                         text += event.text
                     elif isinstance(event, Accepted):
                         accepted = event
-                if has_hints and (foreseen := by_id.get(router.foresee(text) or "")) is not None:
+                if router and has_hints and (foreseen := by_id.get(router.foresee(text) or "")) is not None:
                     has_hints = False
                     if foreseen.entry.promotes_on_intent and foreseen.replica is not None:
                         self._state.replicas.warm(foreseen.replica)
