@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +80,28 @@ class RopeScaling:
     """Factor for cosines and sines (``yarn``, longrope). Attention scores are scaled by its square."""
 
 
+Mixer = Literal["attention", "delta_net", "convolution"]
+"""Part of a layer that lets a token depend on the tokens before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Shapes of gated delta nets: recurrent layers whose state is a matrix per value head."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads. Value head v reads key head v // (value heads / key heads)."""
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Number of tokens that the convolution before the recurrence sees, including its own."""
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
     """One dense layer of the head of an encoder: a product, its activation, and a norm."""
@@ -124,7 +146,7 @@ class EmbeddingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Configuration of a dense decoder or encoder. Differences between architectures are fields, not subclasses."""
+    """Configuration of a decoder or encoder. Differences between architectures are fields, not subclasses."""
 
     architecture: str
     """Name in `architectures.ARCHITECTURES`."""
@@ -200,6 +222,56 @@ class ModelConfig:
     """Number of scores of a classifier, whose head they leave; 0: the model embeds text."""
     classifier_pooling: str = ""
     """Pooling before a classifier: ``cls`` for the first token, or ``mean``."""
+
+    mixers: tuple[Mixer, ...] = ()
+    """Kind of each layer; empty: all are attention."""
+    delta_net: DeltaNet | None = None
+    """Shapes of layers of the kind ``delta_net``."""
+    conv_taps: int = 0
+    """Number of tokens that a layer of the kind ``convolution`` sees, including its own."""
+    conv_bias: bool = False
+    """Whether layers of the kind ``convolution`` have biases."""
+    attention_gate: bool = False
+    """Whether the output of attention is multiplied by the sigmoid of a gate. Then q_proj has, for each head, the
+    query and the gate."""
+    kv_owners: tuple[int, ...] = ()
+    """By layer, the layer whose keys and values it reads; empty: each layer has its own."""
+    full_head_dim: int | None = None
+    """Head size of layers without a window, if it differs from `head_dim`."""
+    full_kv_heads: int | None = None
+    """Key and value heads of layers without a window, if their number differs from `num_kv_heads`."""
+    intermediate_sizes: tuple[int, ...] = ()
+    """Size of the feed-forward by layer; empty: `intermediate_size` everywhere."""
+    value_norm: bool = False
+    """Whether values are normalized per head, without weights, before they are stored."""
+    per_layer_size: int = 0
+    """Size of the embedding that a token has for each layer beside its own one; 0: none."""
+    logits_cap: float = 0.0
+    """Logits x become cap * tanh(x / cap); 0: they stay what they are."""
+
+    def mixer_of(self, layer: int) -> Mixer:
+        """Kind of a layer."""
+        return self.mixers[layer] if self.mixers else "attention"
+
+    def window_of(self, layer: int) -> int:
+        """Number of tokens that a query of the layer sees, including itself; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    def head_dim_of(self, layer: int) -> int:
+        """Size of a layer's heads."""
+        if self.full_head_dim is None or self.window_of(layer):
+            return self.head_dim
+        return self.full_head_dim
+
+    def kv_heads_of(self, layer: int) -> int:
+        """Number of a layer's key and value heads."""
+        if self.full_kv_heads is None or self.window_of(layer):
+            return self.num_kv_heads
+        return self.full_kv_heads
+
+    def owns_kv(self, layer: int) -> bool:
+        """True if a layer stores keys and values."""
+        return self.mixer_of(layer) == "attention" and (not self.kv_owners or self.kv_owners[layer] == layer)
 
     def memory_per_token(self, element_bytes: int = 2) -> int:
         """Bytes that a pool holds of each token.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from lockstep.core.groups import ONE_GROUP, KVGroup
 from lockstep.core.request import Request
 from lockstep.errors import ConfigError, InvalidParameterError, PromptTooLongError
 from lockstep.option_fields import MOST, Range, check_options
@@ -85,6 +86,8 @@ class SchedulerConfig(SchedulerLimits):
     """Number of host blocks to which preempted sequences may be swapped."""
     max_num_batched_tokens: Annotated[int, Range(1, MOST)] = 512
     """Maximum tokens that a step computes."""
+    groups: tuple[KVGroup, ...] = ONE_GROUP
+    """The KV groups of the model, given by the executor."""
     order: Order = "fcfs"
     """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival."""
 

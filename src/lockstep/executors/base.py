@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.core.groups import ONE_GROUP, KVGroup
 from lockstep.core.step import StepPlan
 
 Logits = npt.NDArray[np.float32]
@@ -25,7 +26,8 @@ class Geometry:
     block_size: int
     """Positions per KV block: tokens, times the stages."""
     bytes_per_block: int
-    """Bytes of one block over all layers, keys and values, and what an encoder keeps of each token."""
+    """Bytes of one block. In a model with one KV group, it has the keys and values of all layers, and what an encoder
+    keeps of each token."""
     num_layers: int
     max_model_len: int
     vocab_size: int
@@ -37,6 +39,8 @@ class Geometry:
     """Number of parts into which the work on each prompt token is divided. 1: a decoder. An encoder has more: every
     token passes a stage before any token passes the next one. A sequence of T tokens then has T positions per stage,
     position p is token p % T in stage p // T, and the sizes above are in such positions."""
+    groups: tuple[KVGroup, ...] = ONE_GROUP
+    """The KV groups of the model, in the order of a plan's tables."""
     step_positions: int | None = None
     """Number of positions of a step that takes about as long as a chunk of a prompt of a small decoder; None: steps are
     not limited by their duration."""
