@@ -86,11 +86,11 @@ class BlockPool:
                 self._uncache(block)
             self._refs[block] += 1
 
-    def release(self, blocks: Sequence[int], hashes: Sequence[bytes | None], pinned: Container[int]) -> None:
+    def release(self, blocks: Sequence[int], hashes: Sequence[object], pinned: Container[int]) -> None:
         """Remove a holder from a sequence's blocks (first position first). The deepest block is released first.
 
         Args:
-            hashes: by block, the hash of content that can be hit. Such a block is cached when its last holder releases
+            hashes: by block, the key of content that can be hit. Such a block is cached when its last holder releases
                 it.
             pinned: blocks that are handed out last.
         """
@@ -120,6 +120,12 @@ class BlockPool:
         for block in blocks:
             self._uncache(block)
             self._pinned[block] = None
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Hand out the cached ones of these blocks after all other cached ones."""
+        for block in blocks:
+            if block in self._cached:
+                self._cached.move_to_end(block)
 
     def restore(self, free: Iterable[int], cached: Iterable[int], pinned: Iterable[int], held: Iterable[int]) -> None:
         """Restore the available blocks, in these orders, and the holders of blocks."""

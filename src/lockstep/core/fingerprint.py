@@ -21,6 +21,8 @@ by byte, so that a recorder may store the records and a reader in another langua
   (as many as agree; 0 without such a row) and then the blocks. A row continues plainly if it had a row in the step
   before, which sampled, with the same table, if it begins where that one ended, has length 1 and samples, and if every
   row above it that was in the step before was above it there.
+  In a plan with several KV groups, the table is the row's table of the first group, then its tables of the other ones
+  (`StepPlan.other_tables`), then the lengths of these.
 - ``got``: ``id count`` for each sampling row that got more than 1 token, in plan order.
 - ``end``: ``id reason`` for each that ended, in plan order; reason counts ``FinishReason`` from 0.
 """
@@ -30,13 +32,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import compress
-from operator import add, is_, is_not
+from itertools import accumulate, chain, compress, pairwise
+from operator import add, is_, is_not, sub
 
 from lockstep.core.request import FinishReason
 from lockstep.core.state import FingerprintState
 from lockstep.core.step import StepEvents, StepPlan
 
+Tables = tuple[tuple[int, ...], ...]
+"""A block table per row."""
 _SEED = b"lockstep fingerprint 1"
 _DIGEST_BYTES = 8
 NUM_CODES = 1 << 17
@@ -65,7 +69,7 @@ class Fingerprint:
             and self._before_plain
             and plan.starts == due
             and plan.seq_ids == self._ids
-            and _are_same(plan.tables, self._tables)
+            and _are_same(row_tables(plan), self._tables)
         ):
             self._repeats += 1
             self._shift += 1
@@ -178,7 +182,7 @@ class Fingerprint:
         tables: tuple[tuple[int, ...], ...] = ()
         samples: tuple[bool, ...] = ()
         if before is not None:
-            ids, tables, samples = before.seq_ids, before.tables, before.samples
+            ids, tables, samples = before.seq_ids, row_tables(before), before.samples
             ends = tuple(map(add, before.starts, before.lengths))
         if ended:
             continues = [seq_id not in ended for seq_id in ids]
@@ -195,7 +199,7 @@ class Fingerprint:
 
     def _changes(self, plan: StepPlan, due: tuple[int, ...]) -> tuple[list[int], list[tuple[int, ...]]]:
         """Sequences that had a row in the step before and have none now, and rows that do not continue plainly."""
-        lead, known = self._num_sampled, self._ids
+        lead, known, tables = self._num_sampled, self._ids, row_tables(plan)
         if not (
             plan.seq_ids[:lead] == known[:lead]
             and plan.lengths[:lead].count(1) == plan.samples[:lead].count(True) == lead
@@ -203,20 +207,22 @@ class Fingerprint:
         ):
             lead = 0
         rows: list[tuple[int, ...]] = []
-        for index in compress(range(lead), map(is_not, plan.tables, self._tables)):
-            new, old = plan.tables[index], self._tables[index]
+        for index in compress(range(lead), map(is_not, tables, self._tables)):
+            new, old = tables[index], self._tables[index]
             if len(new) != len(old) or new != old:
-                rows.append(_row(index, plan, old))
+                rows.append(_row(index, plan, new, old))
         if lead == len(known) == len(plan.seq_ids):
             return [], rows
         gone: list[int] = []
         if lead < len(known):
             here = set(plan.seq_ids)
             gone = [seq_id for seq_id in known[lead:] if seq_id not in here]
-        self._add_rows(rows, plan, due, lead)
+        self._add_rows(rows, plan, tables, due, lead)
         return gone, rows
 
-    def _add_rows(self, rows: list[tuple[int, ...]], plan: StepPlan, due: tuple[int, ...], lead: int) -> None:
+    def _add_rows(
+        self, rows: list[tuple[int, ...]], plan: StepPlan, tables: Tables, due: tuple[int, ...], lead: int
+    ) -> None:
         """Add the rows from index ``lead`` on. All rows above continue plainly except for their tables."""
         place_of = {self._ids[place]: place for place in range(lead, len(self._ids))}
         last = lead - 1
@@ -228,12 +234,12 @@ class Fingerprint:
                 and plan.samples[index]
                 and self._samples[place]
                 and plan.starts[index] == due[place]
-                and plan.tables[index] == self._tables[place]
+                and tables[index] == self._tables[place]
             ):
                 last = place
             else:
                 last = max(last, place)
-                rows.append(_row(index, plan, self._tables[place] if place >= 0 else ()))
+                rows.append(_row(index, plan, tables[index], self._tables[place] if place >= 0 else ()))
 
 
 def chained(digest: bytes, record: bytes) -> bytes:
@@ -241,8 +247,36 @@ def chained(digest: bytes, record: bytes) -> bytes:
     return _hash(digest + record)
 
 
-def _row(index: int, plan: StepPlan, known: tuple[int, ...]) -> tuple[int, ...]:
-    table = plan.tables[index]
+def row_tables(plan: StepPlan) -> Tables:
+    """By row, the tables of all KV groups as one."""
+    if not plan.other_tables:
+        return plan.tables
+    rows = zip(plan.tables, plan.other_tables, strict=True)
+    return tuple([(*table, *chain.from_iterable(others), *map(len, others)) for table, others in rows])
+
+
+def split_tables(tables: Tables, num_groups: int) -> tuple[Tables, tuple[tuple[tuple[int, ...], ...], ...]]:
+    """The tables of the first KV group and those of the others, from what `row_tables` returned.
+
+    Raises:
+        ValueError: a table is too short for the lengths at its end.
+    """
+    if num_groups == 1:
+        return tables, ()
+    firsts: list[tuple[int, ...]] = []
+    others: list[tuple[tuple[int, ...], ...]] = []
+    for table in tables:
+        num_others = num_groups - 1
+        begins = list(accumulate(reversed(table[-num_others:]), sub, initial=len(table) - num_others))
+        if begins[-1] < 0:
+            raise ValueError(f"a row has {len(table)} numbers for tables of {table[-num_others:]}")
+        begins.reverse()
+        firsts.append(table[: begins[0]])
+        others.append(tuple([table[begin:end] for begin, end in pairwise(begins)]))
+    return tuple(firsts), tuple(others)
+
+
+def _row(index: int, plan: StepPlan, table: tuple[int, ...], known: tuple[int, ...]) -> tuple[int, ...]:
     kept = len(known)
     if table[:kept] != known:
         kept = next(at for at, (old, new) in enumerate(zip(known, (*table, -1), strict=False)) if old != new)

@@ -7,12 +7,13 @@ from collections.abc import Sequence as Seq
 from math import inf
 
 from lockstep.core.decode_shares import DecodeShares
-from lockstep.core.kv import KVCache, choose_tails
+from lockstep.core.kv import KVCache
 from lockstep.core.policy import SchedulerConfig, prefill_budget
 from lockstep.core.queue import TenantLedger, WaitingQueue
 from lockstep.core.sequence import RunningLists, Sequence, SequenceState
 from lockstep.core.step import Explain, Limit, Reason
 from lockstep.core.step_builder import Reached, StepBuilder
+from lockstep.core.victims import choose_tails, choose_whole
 
 Output = tuple[Sequence, int]
 """A sequence that samples or replays, and the length of its segment."""
@@ -117,13 +118,12 @@ class StepPlanner:
     def _grow(self, builder: StepBuilder, chosen: list[Output], spare: list[Sequence]) -> None:
         """Write the rows of sequences that sample or replay, with blocks for what they compute. A sequence that gets no
         blocks waits, and its slot goes to the next one."""
-        block_size = self._config.block_size
         running = SequenceState.RUNNING
         for seq, length in chosen:
             end = seq.num_computed + length
             if seq.state is not running:
                 builder.return_output(length)
-            elif end <= len(seq.table) * block_size or self._hold_by_force(builder, seq, end):
+            elif self._hold_by_force(builder, seq, end):
                 builder.seqs.append(seq)
                 builder.lengths.append(length)
             else:
@@ -135,18 +135,22 @@ class StepPlanner:
                 self._grow(builder, [(seq, length)], [])
 
     def _hold_by_force(self, builder: StepBuilder, seq: Sequence, num_positions: int) -> bool:
-        """Give a running sequence its blocks, taking them from victims if necessary."""
-        missing = self._kv.num_needed(seq, (), num_positions) - self._kv.pool.num_available
-        if missing > 0:
-            victims = [*self._running.preempted_holders(), *self._running.running_behind(seq.rank)]
-            if not self._take_blocks(builder, victims, missing):
-                self._note_blocks(seq, (), num_positions)
+        """Give a running sequence the blocks of its row, taking them from victims if necessary."""
+        needed = self._kv.num_for_row(seq, num_positions)
+        missing = needed - self._kv.pool.num_available
+        if needed and missing > 0:
+            behind = [other for other in self._running.running_behind(seq.rank) if not builder.is_settled(other)]
+            if not self._take_blocks(builder, [*self._running.preempted_holders(), *behind], missing):
+                self._note_blocks(seq, needed)
                 return False
-        return self._kv.hold(seq, (), num_positions)
+        return self._kv.hold_row(seq, num_positions)
 
     def _take_blocks(self, builder: StepBuilder, victims: list[Sequence], missing: int) -> bool:
         """Take blocks from the victims' tails, first victim first; False, with nothing changed: they have too few."""
-        counts = choose_tails([victim.table for victim in victims], self._kv.pool.refs, missing)
+        if self._kv.others:
+            counts = choose_whole([self._kv.held(victim) for victim in victims], self._kv.pool.refs, missing)
+        else:
+            counts = choose_tails([victim.table for victim in victims], self._kv.pool.refs, missing)
         if counts is None:
             return False
         for victim, count in zip(victims, counts, strict=True):
@@ -179,7 +183,8 @@ class StepPlanner:
     def _add_prompt(self, builder: StepBuilder, seq: Sequence) -> bool:
         if self._explain is not None:
             self._note_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
-        return builder.add_prompt(seq)
+        length = builder.chunk_length(seq, seq.num_computed)
+        return length > 0 and self._hold_by_force(builder, seq, seq.num_computed + length) and builder.add_prompt(seq)
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
 
@@ -201,6 +206,8 @@ class StepPlanner:
             length = seq.segment_length(seq.num_computed)
             self._note_all([seq], builder.limits_on_output(length) if self._explain else ())
             if builder.reserve_output(length):
+                held = self._kv.hold_row(seq, seq.num_computed + length)
+                assert held, "a sequence resumes only if there are blocks for its next row"
                 builder.seqs.append(seq)
                 builder.lengths.append(length)
 
@@ -227,11 +234,12 @@ class StepPlanner:
             hits = kv.hits(seq)
             missing = kv.num_needed(seq, hits, positions) + spare - kv.pool.num_available
             if missing <= 0:
-                seq.num_recomputed_tokens -= len(hits) * config.block_size
+                seq.num_recomputed_tokens -= len(hits.blocks) * config.block_size
+                seq.stops = kv.stops(seq, hits)
                 return kv.hold(seq, hits, positions)
             behind = [other for other in self._running.preempted_holders() if other.rank > seq.rank]
             if not self._take_blocks(builder, behind, missing):
-                self._note_blocks(seq, hits, positions, spare)
+                self._note_blocks(seq, kv.num_needed(seq, hits, positions) + spare)
                 return False
 
     # -- 5: admitting -------------------------------------------------------------------------------------------------
@@ -318,16 +326,17 @@ class StepPlanner:
         order.
         """
         hits = self._kv.hits(seq)
-        start = len(hits) * self._config.block_size
+        start = len(hits.blocks) * self._config.block_size
+        seq.stops = self._kv.stops(seq, hits)
         if not builder.chunk_length(seq, start) and not builder.lacks_only_a_turn(seq, start):
             builder.is_budget_short = True
             self._note_all([seq], builder.limits_on_prompt(seq, start) if self._explain else ())
             return False
         positions = seq.max_known if self._reserves else seq.num_prompt
-        if not self._kv.hold(seq, hits, positions):
-            self._note_blocks(seq, hits, positions)
+        if not (self._is_promised(seq) and self._kv.hold(seq, hits, positions)):
+            self._note_blocks(seq, self._kv.num_needed(seq, hits, positions))
             return False
-        seq.num_published = len(hits)
+        seq.num_published = len(hits.blocks)
         seq.num_cached_tokens = start
         seq.admitted_step = builder.step
         seq.last_sampled_step = builder.step - 1  # after all sequences except those that sample in this step
@@ -338,6 +347,15 @@ class StepPlanner:
             builder.num_prefill -= seq.prompt_left
         builder.admitted.append(seq.seq_id)
         return True
+
+    def _is_promised(self, seq: Sequence) -> bool:
+        """True unless blocks are reserved and, in a model with several KV groups, all that admitted sequences may hold
+        at a time would exceed the pool. Blocks that they share are counted for each of them."""
+        if not (self._reserves and self._kv.others):
+            return True
+        running = self._running
+        admitted = [*running.prefilling, *running.decoding, *running.preempted, seq]
+        return sum(map(self._kv.most_blocks, admitted)) <= self._kv.pool.num_blocks
 
     def _is_sibling_ready(self, seq: Sequence) -> bool:
         """True if the first of its siblings has committed its prompt or has ended."""
@@ -356,9 +374,9 @@ class StepPlanner:
             for limit, used, most in limits:
                 self._note(seq, limit, used, most, others)
 
-    def _note_blocks(self, seq: Sequence, hits: tuple[int, ...], num_positions: int, spare: int = 0) -> None:
+    def _note_blocks(self, seq: Sequence, needed: int) -> None:
         if self._explain is not None:
-            pool, needed = self._kv.pool, self._kv.num_needed(seq, hits, num_positions) + spare
+            pool = self._kv.pool
             self._explain(
                 Reason(seq.seq_id, Limit.BLOCKS, pool.num_blocks - pool.num_available, pool.num_blocks, needed)
             )

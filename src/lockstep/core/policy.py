@@ -130,6 +130,28 @@ class SchedulerConfig(SchedulerLimits):
         """Number of blocks that hold this many positions."""
         return -(-num_positions // self.block_size)
 
+    def other_blocks(self, num_positions: int) -> int:
+        """Maximum number of blocks that a sequence holds at a time in the groups after the first one, if it computes
+        this many positions."""
+        step = self.max_chunk_tokens if self.chunking else self.max_num_batched_tokens
+        num_blocks = 0
+        for group in self.groups[1:]:
+            if group.is_state:
+                num_blocks += 2 * group.num_parts  # a row may leave the state before it as it is
+            else:
+                columns = self.blocks_for(group.window + max(step, self.max_forced_tokens)) + 2
+                num_blocks += min(columns, self.blocks_for(num_positions)) * group.num_parts
+        return num_blocks
+
+    def most_positions(self) -> int:
+        """Maximum number of positions of a sequence that has the whole pool."""
+        least, most = 0, self.num_blocks * self.block_size
+        while least < most:
+            middle = (least + most + 1) // 2
+            fits = self.blocks_for(middle) + self.other_blocks(middle) <= self.num_blocks
+            least, most = (middle, most) if fits else (least, middle - 1)
+        return least
+
     def kv_positions(self, num_tokens: int) -> int:
         """Number of positions that a sequence of ``num_tokens`` needs at its end. Its last token needs none, except
         with "reserve"."""
@@ -177,7 +199,7 @@ def output_limit(config: SchedulerConfig, request: Request) -> int:
         raise InvalidParameterError(f"the prompt has {prompt} tokens; at least one is needed", param="prompt")
     if max_tokens is not None and max_tokens < 1:
         raise InvalidParameterError(f"max_tokens is {max_tokens}; at least 1 is needed", param="max_tokens")
-    capacity = config.num_blocks * config.block_size
+    capacity = config.most_positions() if len(config.groups) > 1 else config.num_blocks * config.block_size
     tokens_that_fit = capacity + 1 if config.admission == "optimistic" else capacity
     for limit, what in (
         (config.max_model_len, f"the context holds {config.max_model_len}"),

@@ -10,6 +10,8 @@ import struct
 from collections.abc import Container, Iterable, Mapping, Sequence
 from hashlib import blake2b
 
+from lockstep.core.groups import ContentKey
+
 HASH_BYTES = 16
 ContentNews = tuple[bytes, bool]
 """Hash of a block's content, and whether it was added to the cache or removed."""
@@ -44,13 +46,19 @@ def block_hashes(
 
 
 class PrefixCache:
-    """Hash to block, one to one. The first block published under a hash keeps it until its content is removed."""
+    """Key of a content to its block, or to several blocks in a group whose columns have several parts.
+
+    The first blocks published under a key keep it until their content is removed.
+    """
 
     def __init__(self, num_blocks: int) -> None:
-        self._block_of: dict[bytes, int] = {}
-        self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
-        """Hash by block, in a list instead of a dictionary, since a pool of small blocks has tens of thousands."""
-        self._pins: dict[bytes, int] = {}
+        self._block_of: dict[ContentKey, int] = {}
+        """First block of each content."""
+        self._further: dict[int, tuple[int, ...]] = {}
+        """First block to the further blocks of its content, if it has any."""
+        self._hash_of: list[ContentKey | None] = [None] * (num_blocks + 1)
+        """Key by block, in a list instead of a dictionary, since a pool of small blocks has tens of thousands."""
+        self._pins: dict[ContentKey, int] = {}
         self._pinned: set[int] = set()
         self.num_published = 0
         """Number of contents published since the start."""
@@ -61,13 +69,13 @@ class PrefixCache:
         return len(self._block_of)
 
     @property
-    def blocks(self) -> Mapping[int, bytes]:
-        """Published blocks, held or not, with their hashes, in order of publishing. Each call creates a new mapping."""
-        return {block: block_hash for block_hash, block in self._block_of.items()}
+    def blocks(self) -> Mapping[int, ContentKey]:
+        """Published blocks, held or not, with their keys, in order of publishing. Each call creates a new mapping."""
+        return {block: key for key, first in self._block_of.items() for block in self._all(first)}
 
     @property
-    def hashes(self) -> Sequence[bytes | None]:
-        """Hash of each block by its number; None: it is not published."""
+    def hashes(self) -> Sequence[ContentKey | None]:
+        """Key of each block by its number; None: it is not published."""
         return self._hash_of
 
     @property
@@ -76,9 +84,14 @@ class PrefixCache:
         fixed."""
         return self._pinned
 
-    def find(self, block_hash: bytes) -> int | None:
-        """The block with this content; None: there is none."""
-        return self._block_of.get(block_hash)
+    def find(self, key: ContentKey) -> tuple[int, ...]:
+        """The blocks with this content; empty: there are none."""
+        first = self._block_of.get(key)
+        return () if first is None else self._all(first)
+
+    def _all(self, first: int) -> tuple[int, ...]:
+        """All blocks of a content."""
+        return (first, *self._further.get(first, ()))
 
     def match(self, hashes: Sequence[bytes], start: int, stop: int) -> tuple[int, ...]:
         """Blocks with the contents ``hashes[start:stop]``, up to the first one that is missing. Changes nothing."""
@@ -102,70 +115,98 @@ class PrefixCache:
                     self._note(block, block_hash)
         self.num_published += len(block_of) - num_before
 
-    def _note(self, block: int, block_hash: bytes) -> None:
+    def publish_column(self, blocks: Sequence[int], key: ContentKey) -> None:
+        """Make the blocks of a column available under a key, unless others have the same content already."""
+        if key in self._block_of or self._hash_of[blocks[0]] is not None:
+            return
+        self._block_of[key] = blocks[0]
+        if len(blocks) > 1:
+            self._further[blocks[0]] = tuple(blocks[1:])
+        for block in blocks:
+            self._hash_of[block] = key
+            self._note(block, key)
+        self.num_published += len(blocks)
+
+    def _note(self, block: int, key: ContentKey) -> None:
         """Record a published block in the collected changes and in the pins."""
-        if self.news is not None:
-            self.news.append((block_hash, True))
-        if block_hash in self._pins:
+        if self.news is not None and isinstance(key, bytes):
+            self.news.append((key, True))
+        if key in self._pins:
             self._pinned.add(block)
 
-    def forget(self, *blocks: int) -> None:
-        """Remove the content of these blocks."""
+    def forget(self, *blocks: int) -> list[int]:
+        """Remove the content of these blocks. Returns the further blocks that this content had."""
+        further: list[int] = []
         block_of, hash_of = self._block_of, self._hash_of
         for block in blocks:
-            block_hash = hash_of[block]
-            assert block_hash is not None, f"block {block} is not published"
+            key = hash_of[block]
+            if key is None:
+                assert block in further, f"block {block} is not published"
+                further.remove(block)  # another one of its column came before it
+                continue
             hash_of[block] = None
-            del block_of[block_hash]
-            if self.news is not None:
-                self.news.append((block_hash, False))
+            first = block_of.pop(key)
+            if self._further:
+                others = [each for each in (first, *self._further.pop(first, ())) if each != block]
+                for each in others:
+                    hash_of[each] = None
+                further += others
+            if self.news is not None and isinstance(key, bytes):
+                self.news.append((key, False))
         if self._pinned:
-            self._pinned.difference_update(blocks)
+            self._pinned.difference_update(blocks, further)
+        return further
 
-    def pin(self, hashes: Sequence[bytes]) -> list[int]:
+    def pin(self, keys: Sequence[ContentKey]) -> list[int]:
         """Add a pin to each content, published or not. Returns the published blocks."""
-        for block_hash in hashes:
-            self._pins[block_hash] = self._pins.get(block_hash, 0) + 1
-        blocks = [self._block_of[block_hash] for block_hash in hashes if block_hash in self._block_of]
+        for key in keys:
+            self._pins[key] = self._pins.get(key, 0) + 1
+        blocks = [block for key in keys for block in self.find(key)]
         self._pinned.update(blocks)
         return blocks
 
-    def unpin(self, hashes: Sequence[bytes]) -> list[int]:
+    def unpin(self, keys: Sequence[ContentKey]) -> list[int]:
         """Remove a pin from each content. Returns the published blocks that have no pin left."""
-        blocks = []
-        for block_hash in hashes:
-            count = self._pins.pop(block_hash, 0)
+        blocks: list[int] = []
+        for key in keys:
+            count = self._pins.pop(key, 0)
             if count > 1:
-                self._pins[block_hash] = count - 1
-            elif block_hash in self._block_of:
-                blocks.append(self._block_of[block_hash])
+                self._pins[key] = count - 1
+            else:
+                blocks.extend(self.find(key))
         self._pinned.difference_update(blocks)
         return blocks
 
     def clear(self) -> None:
         """Remove every block. Pins stay, for content that is published later."""
         if self.news is not None:
-            self.news.extend([(block_hash, False) for block_hash in self._block_of])
+            self.news.extend([(key, False) for key in self._block_of if isinstance(key, bytes)])
         self._block_of.clear()
+        self._further.clear()
         self._hash_of = [None] * len(self._hash_of)
         self._pinned.clear()
 
     @property
-    def pins(self) -> Mapping[bytes, int]:
+    def pins(self) -> Mapping[ContentKey, int]:
         """Number of pins by content, published or not."""
         return self._pins
 
-    def restore(self, published: Iterable[tuple[int, bytes]], pins: Iterable[tuple[bytes, int]]) -> None:
+    def restore(self, published: Iterable[tuple[int, ContentKey]], pins: Iterable[tuple[ContentKey, int]]) -> None:
         """Restore the content of blocks, first published first, and the pins."""
-        self._block_of = {block_hash: block for block, block_hash in published}
+        columns: dict[ContentKey, list[int]] = {}
+        for block, key in published:
+            columns.setdefault(key, []).append(block)
+        self._block_of = {key: blocks[0] for key, blocks in columns.items()}
+        self._further = {blocks[0]: tuple(blocks[1:]) for blocks in columns.values() if len(blocks) > 1}
         self._hash_of = [None] * len(self._hash_of)
-        for block_hash, block in self._block_of.items():
-            self._hash_of[block] = block_hash
+        for block, key in self.blocks.items():
+            self._hash_of[block] = key
         self._pins = dict(pins)
-        self._pinned = {self._block_of[block_hash] for block_hash in self._pins if block_hash in self._block_of}
+        self._pinned = {block for key in self._pins for block in self.find(key)}
 
     def check(self) -> None:
         """Assert that both directions of the mapping agree."""
         published = {block: key for block, key in enumerate(self._hash_of) if key is not None}
-        assert {block: key for key, block in self._block_of.items()} == published, "hashes and blocks disagree"
-        assert self._pinned == {block for key, block in self._block_of.items() if key in self._pins}, "a pin is lost"
+        assert self.blocks == published, "keys and blocks disagree"
+        assert self._further.keys() <= set(self._block_of.values()), "further blocks without a first one"
+        assert self._pinned == {block for block, key in published.items() if key in self._pins}, "a pin is lost"

@@ -58,6 +58,9 @@ class Request:
     sibling_of: int | None = None
     """Id of the first of ``n`` siblings. This one is admissible when the first has committed its prompt or has
     ended."""
+    snapshots: tuple[int, ...] = ()
+    """Positions of the prompt after which the states of recurrent layers are worth keeping, because other prompts may
+    continue there: multiples of the block size, ascending."""
     is_bulk: bool = False
     """True if its prompt yields to prompts of generation requests; see `StepBuilder.keep_back`."""
 
@@ -82,6 +85,6 @@ class CommandListener(Protocol):
 
     def unpinned(self, hashes: Sequence[bytes], step: int) -> None: ...
 
-    def filled(self, hashes: Sequence[bytes], start: int, step: int) -> None: ...
+    def filled(self, hashes: Sequence[bytes], start: int, group: int, step: int) -> None: ...
 
     def cache_reset(self, step: int) -> None: ...

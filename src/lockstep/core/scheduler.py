@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import compress
 
 from lockstep.core.decode_run import DecodeRun
+from lockstep.core.groups import content_key
 from lockstep.core.kv import KVCache
 from lockstep.core.planner import StepPlanner
 from lockstep.core.policy import SchedulerConfig, output_limit
@@ -80,7 +81,7 @@ class Scheduler:
         if request.is_bulk and not self.config.chunking:  # a part may be too small for a whole prompt
             kept = replace(kept, is_bulk=False)
         self._write_back()
-        seq = Sequence(self._next_id, kept, max_output, self._step)
+        seq = Sequence(self._next_id, kept, max_output, self._step, self._kv.others.nothing)
         self._next_id += 1
         self._sequences[seq.seq_id] = seq
         self._ledger.arrive(request.tenant)
@@ -136,29 +137,31 @@ class Scheduler:
             self._listener.unpinned(hashes, self._step)
         return freed
 
-    def fill(self, hashes: Seq[bytes], start: int = 0) -> tuple[tuple[int, int], ...]:
-        """Assign blocks to those of the contents ``hashes[start:]`` of a chain that are in no block. Other content is
-        evicted for that, but no block of the chain. Call this between two steps. If there are too few blocks, the first
-        contents get them.
+    def fill(self, hashes: Seq[bytes], start: int = 0, group: int = 0) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Assign blocks to those of the contents ``hashes[start:]`` of a chain that are in no block of a KV group.
+        Other content is evicted for that, but no block of the chain. Call this between two steps. If there are too few
+        blocks, the first contents get them.
 
         Returns:
-            (index in ``hashes``, device block) of each. They can be hit from now on; the caller must write their
+            (index in ``hashes``, device blocks) of each. They can be hit from now on; the caller must write their
             content before the next step is executed.
         """
         assert self._pending is None, "the current step may read the blocks that this would assign"
         self._leave_run()  # a repeated step moves nothing
-        given = self._kv.fill(hashes, start)
+        given = self._kv.fill(hashes, start, group)
         if hashes and self._listener is not None:
-            self._listener.filled(hashes, start, self._step)
+            self._listener.filled(hashes, start, group, self._step)
         return given
 
-    def cached_blocks(self, hashes: Seq[bytes]) -> tuple[int | None, ...]:
-        """The device block of each content, so that it can be copied before it is evicted."""
-        return tuple([self._kv.prefix.find(block_hash) for block_hash in hashes])
+    def cached_blocks(self, hashes: Seq[bytes], group: int = 0) -> tuple[tuple[int, ...], ...]:
+        """The device blocks of each content in a KV group, so that they can be copied before they are evicted; empty:
+        it is in no block."""
+        return tuple([self._kv.prefix.find(content_key(block_hash, group)) for block_hash in hashes])
 
     def follow_contents(self) -> None:
         """Start to collect changes of the prefix cache. Then ``drain_contents`` must be called every few steps."""
-        self._kv.prefix.news = [(block_hash, True) for block_hash in self._kv.prefix.blocks.values()]
+        keys = self._kv.prefix.blocks.values()
+        self._kv.prefix.news = [(key, True) for key in keys if isinstance(key, bytes)]
 
     def drain_contents(self) -> tuple[ContentNews, ...]:
         """Take the changes of the prefix cache since the last call. The first call returns its whole content."""
@@ -230,6 +233,8 @@ class Scheduler:
                 seq.last_sampled_step = plan.step
                 if reason is None and seq.num_known == seq.max_known:
                     reason = FinishReason.LENGTH
+            if self._kv.others:
+                self._kv.others.commit(seq)
             if self._aborting:
                 reason = self._aborting.pop(seq.seq_id, reason)
             if reason is not None:
@@ -258,9 +263,7 @@ class Scheduler:
         stopped = {seq.seq_id: seq for seq in (*self._pending_seqs, *self._kv.resumed)}
         for seq in stopped.values():
             self._running.preempt(seq)
-        self._kv.fail()
-        for seq in stopped.values():
-            self._kv.drop_unwritten(seq)
+        self._kv.fail(stopped.values())
         for seq_id, reason in self._aborting.items():
             self._end(self._sequences[seq_id], reason)
         self._aborting.clear()
@@ -284,7 +287,9 @@ class Scheduler:
     def _can_repeat(self) -> bool:
         """Start a run of repeated steps; True if there is nothing to decide but new blocks."""
         running = self._running
-        if not self._is_settled or self._pending is not None or running.prefilling or running.preempted:
+        if self._kv.others or not self._is_settled or self._pending is not None:
+            return False
+        if running.prefilling or running.preempted:
             return False
         if len(self._queue) and running.num_running < self.config.max_num_seqs:
             return False
@@ -353,7 +358,7 @@ class Scheduler:
             self._running.remove(seq)
         seq.move_to(SequenceState.FINISHED)
         if self.config.enable_prefix_caching:
-            self._kv.publish(seq, seq.num_computed)
+            self._kv.publish_end(seq)
         self._kv.release(seq)
         self._ledger.leave(seq.request.tenant)
         del self._sequences[seq.seq_id]
@@ -395,7 +400,7 @@ class Scheduler:
         core._next_id, core._step, core._counters = state.next_id, state.step, state.counters.copy()
         core._planner.shares.clock = state.decode_clock
         for one in state.sequences:
-            seq = core._sequences[one.seq_id] = restored(one, state.contents, state.tenants)
+            seq = core._sequences[one.seq_id] = restored(one, state.contents, state.tenants, config.groups)
             if seq.state is SequenceState.WAITING:
                 core._queue.add(seq)
             else:

@@ -7,6 +7,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import NamedTuple
 
+from lockstep.core.groups import GroupBlocks
 from lockstep.core.request import MAX_WEIGHT, FinishReason, Request, weight_of
 
 
@@ -47,6 +48,7 @@ class Sequence:
         "arrival_step",
         "first_token_step",
         "forced",
+        "host_others",
         "host_table",
         "last_sampled_step",
         "max_known",
@@ -59,16 +61,25 @@ class Sequence:
         "num_published",
         "num_recomputed_tokens",
         "num_skips",
+        "others",
         "rank",
         "request",
         "seq_id",
         "state",
+        "stops",
         "stride",
         "table",
         "virtual_time",
     )
 
-    def __init__(self, seq_id: int, request: Request, max_output_tokens: int, arrival_step: int) -> None:
+    def __init__(
+        self,
+        seq_id: int,
+        request: Request,
+        max_output_tokens: int,
+        arrival_step: int,
+        others: tuple[GroupBlocks, ...] = (),
+    ) -> None:
         self.seq_id = seq_id
         self.request = request
         self.rank = (request.priority, seq_id)
@@ -88,6 +99,12 @@ class Sequence:
         """Device blocks, from position 0 on."""
         self.host_table: tuple[int, ...] = ()
         """Host blocks that continue ``table``; only while PREEMPTED."""
+        self.others = others
+        """Device blocks in each KV group after the first one."""
+        self.host_others = others
+        """Host blocks in these groups; only while PREEMPTED, when it has none on the device."""
+        self.stops: tuple[int, ...] = ()
+        """Positions of the prompt at which a chunk ends, so that the state there can be published, ascending."""
         self.num_published = 0
         """Number of leading blocks of ``table`` that need no publishing: they are hits or published already."""
         self.num_cached_tokens = 0
@@ -166,6 +183,8 @@ class Sequence:
             self.arrival_step,
             self.admitted_step,
             self.first_token_step,
+            self.others,
+            self.host_others,
         )
 
     def finished(self, reason: FinishReason, step: int) -> FinishedSequence:
@@ -203,6 +222,8 @@ class SequenceView(NamedTuple):
     arrival_step: int
     admitted_step: int
     first_token_step: int
+    others: tuple[GroupBlocks, ...] = ()
+    host_others: tuple[GroupBlocks, ...] = ()
 
 
 class FinishedSequence(NamedTuple):

@@ -11,15 +11,17 @@ that a writer of states may use other names for them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from lockstep.core.groups import KVGroup, SavedBlocks, restored_blocks, saved_blocks
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.sequence import Sequence, SequenceState
 from lockstep.core.stats import Counters
 from lockstep.core.step import StepPlan
 
-STATE_VERSION: Final = 4
+STATE_VERSION: Final = 5
 """Version of the types below, increased with every change. States of different versions cannot be compared."""
 
 
@@ -41,6 +43,10 @@ class SavedSequence(NamedTuple):
     """Output segments longer than one token, as pairs of first position and length, ascending."""
     table: tuple[int, ...]
     host_table: tuple[int, ...]
+    others: SavedBlocks
+    """Its blocks in each KV group after the first one; see `lockstep.core.groups.saved_blocks`."""
+    host_others: SavedBlocks
+    stops: tuple[int, ...]
     num_published: int
     num_cached_tokens: int
     num_preemptions: int
@@ -67,10 +73,10 @@ class KVState(NamedTuple):
     free_on_host: tuple[int, ...]
     leaving_host: tuple[int, ...]
     """Host blocks that the current step reads, and that are free after it."""
-    published: tuple[tuple[int, int], ...]
-    """Pairs of block and content, in order of publishing."""
-    pins: tuple[tuple[int, int], ...]
-    """Pairs of content and number of its pins."""
+    published: tuple[tuple[int, int, int], ...]
+    """Block, content and KV group, in order of publishing."""
+    pins: tuple[tuple[int, int, int], ...]
+    """Content, KV group and number of its pins."""
     moved_out: tuple[int, ...]
     """Ids of sequences that the current step moves to the host, completely or in part."""
     moved_in: tuple[tuple[int, int], ...]
@@ -136,6 +142,9 @@ def saved(seq: Sequence, contents: dict[bytes, int], tenants: dict[str, int]) ->
         tuple(seq.forced.items()),
         seq.table,
         seq.host_table,
+        saved_blocks(seq.others),
+        saved_blocks(seq.host_others),
+        seq.stops,
         seq.num_published,
         seq.num_cached_tokens,
         seq.num_preemptions,
@@ -149,11 +158,14 @@ def saved(seq: Sequence, contents: dict[bytes, int], tenants: dict[str, int]) ->
     )
 
 
-def restored(state: SavedSequence, contents: tuple[bytes, ...], tenants: tuple[str, ...]) -> Sequence:
+def restored(
+    state: SavedSequence, contents: tuple[bytes, ...], tenants: tuple[str, ...], groups: Iterable[KVGroup]
+) -> Sequence:
     """Restore the sequence.
 
     Args:
         contents, tenants: block hashes and tenants by index.
+        groups: the KV groups.
     """
     hashes = tuple([contents[place] for place in state.contents])
     request = replace(state.request, block_hashes=hashes, tenant=tenants[state.tenant])
@@ -163,6 +175,9 @@ def restored(state: SavedSequence, contents: tuple[bytes, ...], tenants: tuple[s
     seq.table, seq.host_table, seq.num_published = state.table, state.host_table, state.num_published
     seq.num_cached_tokens, seq.num_preemptions = state.num_cached_tokens, state.num_preemptions
     seq.num_recomputed_tokens, seq.num_skips = state.num_recomputed_tokens, state.num_skips
+    seq.others = restored_blocks(groups, state.others)
+    seq.host_others = restored_blocks(groups, state.host_others)
+    seq.stops = state.stops
     seq.admitted_step, seq.first_token_step = state.admitted_step, state.first_token_step
     seq.last_sampled_step, seq.virtual_time = state.last_sampled_step, state.virtual_time
     return seq

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep.core.kv import Moves
+from lockstep.core.other_groups import OtherGroups
 from lockstep.core.policy import SchedulerConfig, prompt_chunk
 from lockstep.core.sequence import Sequence
 from lockstep.core.step import Limit, StepPlan
@@ -22,6 +23,7 @@ class StepBuilder:
         self._config = config
         self._prefill_budget = prefill_budget
         self._chunking = config.chunking
+        self._has_others = len(config.groups) > 1
         self._max_chunk = config.max_chunk_tokens if config.chunking else config.max_num_batched_tokens
         self.step = step
         self.num_tokens = config.max_num_batched_tokens
@@ -119,6 +121,8 @@ class StepBuilder:
     def _chunk_length(self, seq: Sequence, start: int, may_end: bool) -> int:
         left = seq.num_prefill - start
         room = self.chunk_room if self.num_places > 0 else 0
+        if seq.stops:
+            room = min(room, next((stop - start for stop in seq.stops if stop > start), room))
         if self._chunking:
             return prompt_chunk(left, room, may_end)
         return left if may_end and room >= left else 0
@@ -187,6 +191,12 @@ class StepBuilder:
 
     # -- the whole --------------------------------------------------------------------------------------------------
 
+    def is_settled(self, seq: Sequence) -> bool:
+        """True if a sequence has a row of its prompt in the plan, or was admitted or resumed by it. Such a sequence
+        loses no blocks in the same step."""
+        is_new = seq.seq_id in self.admitted or seq.seq_id in self.resumed
+        return is_new or (seq.prompt_left > 0 and seq in self.seqs)
+
     def remove_row(self, seq: Sequence) -> None:
         """Remove a victim from the plan, if it has a row, and return its budgets.
 
@@ -216,4 +226,5 @@ class StepBuilder:
             tuple(self.resumed),
             tuple(self.preempted),
             self.num_prompt_tokens,
+            tuple([OtherGroups.tables(seq) for seq in seqs]) if self._has_others else (),
         )
