@@ -61,6 +61,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         request.tenant,
         reads_cache=request.prompt_logprobs is None,
         allows_forced=params.logprobs is None and not params.bad_words,
+        snapshots=_snapshots(config, request, len(prompt_ids)),
     )
     end_ids, ignored_end_ids = ends_of(model.tokenizer, params)
     return LiveRequest(
@@ -77,6 +78,13 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         namespace=namespace,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
     )
+
+
+def _snapshots(config: SchedulerConfig, request: GenerationRequest, num_prompt_tokens: int) -> tuple[int, ...]:
+    """Positions after which states are worth keeping: the last block border with which the next turn begins as well."""
+    position = request.num_lasting_tokens // config.block_size * config.block_size
+    has_states = any(group.is_state for group in config.groups)
+    return (position,) if has_states and 0 < position < num_prompt_tokens else ()
 
 
 def check_request(request: GenerationRequest, vocab_size: int) -> None:
@@ -103,7 +111,7 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
         PromptTooLongError: it does not fit the context. A conversation is measured as it was sent, including text that
             the template would leave out.
     """
-    prompt, reasoning = request.prompt, request.reasoning
+    prompt, reasoning, num_lasting = request.prompt, request.reasoning, 0
     most = max_model_len - 1 if request.truncate_prompt_tokens is None else None
     if isinstance(prompt, Conversation):
         if prompt.reasoning not in REASONING:
@@ -116,6 +124,8 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
             most=most,
         )
         reasoning = tokenizer.reasoning_after(ids) if prompt.reasoning == "auto" else None
+        if prompt.add_generation_prompt and not prompt.continue_final:
+            num_lasting = tokenizer.generation_prompts.num_before(ids, prompt.template_kwargs)
         if request.logit_ids and most is None:
             ids = _cut_document(tokenizer, prompt, ids, _num_kept(max_model_len, request))
     elif isinstance(prompt, str) and request.pooling is not None:
@@ -125,10 +135,13 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
     if most is not None and len(ids) > most:
         raise too_many_tokens(len(ids), most)
     if (num_kept := _num_kept(max_model_len, request)) is not None:
+        num_lasting = max(0, num_lasting - max(0, len(ids) - num_kept))
         ids = ids[:num_kept] if request.pooling is not None else ids[-num_kept:]
     elif ids is prompt:  # tokenised before, by the server
         return request
-    return replace(request, prompt=tuple(ids), reasoning=reasoning, truncate_prompt_tokens=None)
+    return replace(
+        request, prompt=tuple(ids), reasoning=reasoning, truncate_prompt_tokens=None, num_lasting_tokens=num_lasting
+    )
 
 
 def _tokenised_text(

@@ -72,6 +72,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of first tokens that are read of the document, or of the text of an embedding request; None: all."""
     instruction: str | None = None
     """What relevance means, for a model that scores documents by an answer; None: its default."""
+    num_lasting_tokens: int = 0
+    """Number of first prompt tokens with which the next turn of the conversation will begin as well; 0: unknown."""
     prompt_name: str | None = None
     """Name of one of the model's prompts, which is put before the text of an embedding request; empty: no prompt;
     None: the model's default prompt."""

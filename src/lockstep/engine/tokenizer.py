@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.detokenizer import TokenBytes, decoder_rules
+from lockstep.engine.generation_prompt import GenerationPrompts
 from lockstep.engine.output_rules import Reasoning, tags_of_template
 from lockstep.engine.special_token_guard import SpecialTokenGuard
 from lockstep.engine.token_reach import TokenReach
@@ -48,6 +49,7 @@ class Tokenizer:
         """Bytes of each token; None: the decoder works only on whole token lists."""
         self._template: ChatTemplate | None = None
         self._guard: SpecialTokenGuard | None = None
+        self.generation_prompts = GenerationPrompts(self)
 
     @property
     def has_chat_template(self) -> bool:
