@@ -51,7 +51,7 @@ struct Recurrent {
 
     // Columns that are processed at once, in vectors. Over many rows, their part of the state stays in the L1 cache; over
     // a single one, the state is read once from memory, in whole lines.
-    static constexpr int MANY = L::REGISTERS >= 32 ? 4 : 2, ONE = L::REGISTERS >= 32 ? 8 : 4;
+    static constexpr int MANY = 2, ONE = L::REGISTERS >= 32 ? 8 : 4;
 
 
     // sums = S^T k.
