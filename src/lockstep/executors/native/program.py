@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from lockstep.artifacts.layout import EMBEDDING, EMBEDDING_NORM, FINAL_NORM, LM_HEAD, POSITIONS, TOKEN_TYPE, layer_norms
 from lockstep.artifacts.model import ModelConfig
+from lockstep.core.groups import ONE_GROUP
+from lockstep.executors.kv_layout import BLOCK_TOKENS, KVLayout, Place, kv_bytes, kv_layout
 from lockstep.executors.native.packs import Matrix
 from lockstep.executors.native.weights import KINDS
 
@@ -34,7 +36,7 @@ class Action(IntEnum):
 class AttentionPart(IntEnum):
     """Parts of attention, which ``program.hpp`` describes."""
 
-    WHOLE, STORE, ATTEND = range(3)
+    WHOLE, STORE, ATTEND, READ = range(4)
 
 
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2, "relu": 3, "tanh": 4}
@@ -55,9 +57,11 @@ class Op(NamedTuple):
     first_weight: int = 0
     num_weights: int = 0
     vector: int = NONE
-    layer: int = 0
+    place: int = NONE
     window: int = 0
     rotary: int = NONE
+    kv_heads: int = 0
+    num_norms: int = 0
     adds: bool = False
     offset: int = 0
     centred: bool = False
@@ -107,8 +111,9 @@ class Program:
     gathered: int = NONE
     hidden: int = NONE
     logits: int = NONE
-    num_layers: int = 0
-    """Layers whose keys and values are stored."""
+    layout: KVLayout = KVLayout(0, ONE_GROUP, (), ())
+    places: list[Place] = field(default_factory=list)
+    """Where layers and pieces of states lie in blocks."""
     kept: int = 0
     """Numbers of a row that stay in its block from stage to stage."""
 
@@ -126,6 +131,7 @@ def build_program(
     vector: Vector,
     has: Callable[[str], bool],
     rotations: Frequencies,
+    storage: str,
 ) -> Program:
     """Build the forward pass of a model.
 
@@ -134,23 +140,37 @@ def build_program(
         vector: reads one of the artifact's vectors.
         has: tests whether the artifact has a tensor.
         rotations: frequencies of rotations.
+        storage: precision of keys and values: ``f32``, ``f16`` or ``int8``.
 
     Raises:
         CorruptArtifactError: a vector is missing, has the wrong size or is not finite.
     """
-    return _Builder(config, matrices, vector, has, rotations).build()
+    layout = _encoder_layout(config, storage) if config.bidirectional else kv_layout(config, storage)
+    return _Builder(config, matrices, vector, has, rotations, layout).build()
+
+
+def _encoder_layout(config: ModelConfig, storage: str) -> KVLayout:
+    """The layout of an encoder: layers by turns in a few places, and then what a token keeps."""
+    size = kv_bytes(config.num_kv_heads, config.head_dim, storage)
+    places = [Place(0, 0, layer % NUM_STORED_LAYERS * size) for layer in range(config.num_layers)]
+    kept_bytes = 4 * BLOCK_TOKENS * _num_kept(config)
+    return KVLayout(NUM_STORED_LAYERS * size + kept_bytes, ONE_GROUP, tuple(places), ((),) * config.num_layers)
+
+
+def _num_kept(config: ModelConfig) -> int:
+    return config.hidden_size + config.num_heads * config.head_dim if config.bidirectional else 0
 
 
 class _Builder:
     def __init__(
         self, config: ModelConfig, matrices: Mapping[str, Matrix], vector: Vector, has: Callable[[str], bool],
-        rotations: Frequencies,
+        rotations: Frequencies, layout: KVLayout,
     ) -> None:  # fmt: skip
         self.config = config
         self.matrices = matrices
         self.vector = vector
         self.has = has
-        self.program = Program()
+        self.program = Program(layout=layout, kept=_num_kept(config))
         self.state = NONE
         self._names: dict[str, int] = {}
         self._num_numbers = 0
@@ -160,8 +180,6 @@ class _Builder:
     def build(self) -> Program:
         config, program = self.config, self.program
         is_staged = config.bidirectional
-        program.num_layers = NUM_STORED_LAYERS if is_staged else config.num_layers
-        program.kept = config.hidden_size + config.num_heads * config.head_dim if is_staged else 0
         self.state = program.state = self._buffer("state", config.hidden_size, is_of_step=not is_staged)
         self._embed()
         for layer in range(config.num_layers):
@@ -226,18 +244,18 @@ class _Builder:
         mixed = self._buffer("attended", queries, is_of_step=True)
         before = norms.before_attention if layer or config.first_norm else None
         self._product(self._normed(prefix, before), [f"{own}{each}_proj.weight" for each in "qkv"], together)
-        norm = NONE
+        of_heads: dict[str, int] = {}
         if config.qk_norm_whole:
             self._norm(together, together, f"{own}q_norm", queries)
             self._norm(together, together, f"{own}k_norm", keys, at=queries)
         elif config.qk_norm:
             each_head = [self._norm_weights(f"{own}{each}_norm", config.head_dim) for each in "qk"]
-            norm = self._add_vector(np.concatenate(each_head))
+            of_heads = {"vector": self._add_vector(np.concatenate(each_head)), "num_norms": 2}
         scale = 1.0 / math.sqrt(config.head_dim) if config.attention_scale is None else config.attention_scale
         window = config.windows[layer] if config.windows else 0
         fields: dict[str, float] = {
-            "vector": norm, "layer": layer % self.program.num_layers, "window": window, "rotary": self._rotary(layer),
-            "scale": scale, "epsilon": config.rms_norm_eps,
+            "place": self._place(layer), "window": window, "rotary": self._rotary(layer), "scale": scale,
+            "columns": config.head_dim, "kv_heads": config.num_kv_heads, "epsilon": config.rms_norm_eps, **of_heads,
         }  # fmt: skip
         if config.bidirectional:
             size = config.hidden_size
@@ -249,6 +267,13 @@ class _Builder:
         else:
             self._add(Action.ATTENTION, mixed, in_=together, **fields)
         self._to_state(mixed, f"{own}o_proj.weight", prefix, norms.after_attention)
+
+    def _place(self, layer: int) -> int:
+        """Index of the place of the keys and values that a layer reads."""
+        place = self.program.layout.layers[self.config.kv_owners[layer] if self.config.kv_owners else layer]
+        assert place is not None, "an owner stores keys and values"
+        self.program.places.append(place)
+        return len(self.program.places) - 1
 
     def _mlp(self, layer: int) -> None:
         config, prefix, norms = self.config, f"model.layers.{layer}.", layer_norms(self.config)
