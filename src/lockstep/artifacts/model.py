@@ -90,11 +90,16 @@ class DeltaNet:
 
     num_key_heads: int
     num_value_heads: int
-    """A multiple of the key heads. Value head v reads key head v // (value heads / key heads)."""
+    """A multiple of the key heads. Value head v reads key head v // (value heads / key heads), unless `is_tiled`."""
     key_dim: int
     value_dim: int
     taps: int
     """Number of tokens that the convolution before the recurrence sees, including its own."""
+    is_tiled: bool = False
+    """Whether value heads are stored in the order of GGUF files, where value head v reads key head v % key heads."""
+    has_rates: bool = False
+    """Whether the decay rates are stored themselves, in a tensor ``A``, and not as logarithms ``A_log`` of their
+    negations."""
 
     @property
     def num_channels(self) -> int:
