@@ -20,10 +20,10 @@ PADDING = 3
 """Columns of a buffer that no operation may touch."""
 
 
-class Piece(ctypes.Structure):
-    """``Piece`` of recurrent.hpp."""
+class Place(ctypes.Structure):
+    """``Place`` of recurrent.hpp."""
 
-    _fields_ = (("part", ctypes.c_int64), ("offset", ctypes.c_int64))
+    _fields_ = (("group", ctypes.c_int32), ("part", ctypes.c_int32), ("offset", ctypes.c_int64))
 
 
 class States(ctypes.Structure):
@@ -42,7 +42,7 @@ class Convolution(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "out_stride", "channels")),
         *((name, ctypes.c_void_p) for name in ("weights", "bias")),
-        *(("taps", ctypes.c_int64), ("function", ctypes.c_int), ("piece", Piece)),
+        *(("taps", ctypes.c_int64), ("function", ctypes.c_int), ("place", Place)),
     )
 
 
@@ -50,10 +50,10 @@ class DeltaRule(ctypes.Structure):
     """``DeltaRule`` of recurrent.hpp."""
 
     _fields_ = (
-        *((n, ctypes.c_int32) for n in ("key_heads", "value_heads", "key_dim", "value_dim", "is_interleaved")),
+        *((n, ctypes.c_int32) for n in ("key_heads", "value_heads", "key_dim", "value_dim", "is_tiled")),
         *((name, ctypes.c_void_p) for name in ("x", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "out_stride")),
-        ("pieces", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
     )
 
 
@@ -194,7 +194,7 @@ class ConvolutionLayer:
         return "convolve", Convolution(
             channels=self.channels, weights=self.weights.ctypes.data,
             bias=self.bias.ctypes.data if self.has_bias else None, taps=self.taps,
-            function=GATES.index(self.activation), piece=Piece(1, self.offset),
+            function=GATES.index(self.activation), place=Place(0, 1, self.offset),
         )  # fmt: skip
 
     def draw(self, rng: np.random.Generator, rows: int) -> Floats:
@@ -221,13 +221,15 @@ class DeltaLayer:
     value_heads: int
     key_dim: int
     value_dim: int
-    is_interleaved: bool = False
-    pieces: npt.NDArray[np.int64] = field(init=False)
+    is_tiled: bool = False
+    places: Any = field(init=False)
+    """Array of `Place`."""
 
     def __post_init__(self) -> None:
         own = max(1, self.value_heads - 1)
-        places = [(min(h, own - 1), 4 + max(0, h - own + 1) * self.piece_bytes) for h in range(self.value_heads)]
-        object.__setattr__(self, "pieces", np.array(places, np.int64))
+        heads = range(self.value_heads)
+        places = [Place(0, min(head, own - 1), 4 + max(0, head - own + 1) * self.piece_bytes) for head in heads]
+        object.__setattr__(self, "places", (Place * len(places))(*places))
 
     @property
     def piece_bytes(self) -> int:
@@ -235,7 +237,7 @@ class DeltaLayer:
 
     @property
     def num_parts(self) -> int:
-        return int(self.pieces[:, 0].max()) + 1
+        return int(self.places[-1].part) + 1
 
     @property
     def block_bytes(self) -> int:
@@ -250,8 +252,8 @@ class DeltaLayer:
         return self.value_heads * self.value_dim
 
     def arguments(self) -> tuple[str, ctypes.Structure]:
-        shape = (self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.is_interleaved)
-        return "delta_rule", DeltaRule(*shape, pieces=self.pieces.ctypes.data)
+        shape = (self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.is_tiled)
+        return "delta_rule", DeltaRule(*shape, places=ctypes.addressof(self.places))
 
     def draw(self, rng: np.random.Generator, rows: int) -> Floats:
         """Unit keys, queries of a head's scale, values, betas from 0 to 1, and decays up to 1."""
@@ -270,7 +272,7 @@ class DeltaLayer:
         sizes = np.cumsum([keys, keys, values, self.value_heads])
         q, k, v, beta, decay = np.split(x.astype(np.float64), sizes, axis=1)
         heads = np.arange(self.value_heads)
-        own = heads % self.key_heads if self.is_interleaved else heads // (self.value_heads // self.key_heads)
+        own = heads % self.key_heads if self.is_tiled else heads // (self.value_heads // self.key_heads)
         q, k = (each.reshape(len(x), self.key_heads, -1)[:, own] for each in (q, k))
         return q, k, v.reshape(len(x), self.value_heads, -1), beta, decay
 
@@ -287,5 +289,6 @@ class DeltaLayer:
 
     def state(self, pool: Bytes, blocks: Sequence[int]) -> Floats:
         """The matrices [value heads, key_dim, value_dim] in the blocks of a state."""
-        found = [pool[blocks[part], at : at + self.piece_bytes].view(np.float32) for part, at in self.pieces.tolist()]
+        size = self.piece_bytes
+        found = [pool[blocks[at.part], at.offset : at.offset + size].view(np.float32) for at in self.places]
         return np.stack(found).reshape(self.value_heads, self.key_dim, self.value_dim)

@@ -14,7 +14,7 @@ from lockstep.errors import ExecutorError
 from lockstep.executors.kv_layout import BLOCK_TOKENS as BLOCK_TOKENS
 from lockstep.executors.native.library import NativeLibrary
 from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool
-from lockstep.executors.native.program import Op, Program
+from lockstep.executors.native.operations import Op, Program
 from lockstep.executors.native.weights import KINDS, pointer
 from lockstep.executors.step_inputs import WindowTables
 
@@ -43,6 +43,7 @@ class _Program(ctypes.Structure):
         ("vocab_size", ctypes.c_int32), ("kept", ctypes.c_int32),
         ("groups", ctypes.c_void_p), ("num_groups", ctypes.c_int64), ("places", ctypes.c_void_p),
         ("num_places", ctypes.c_int64), ("block_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "is_tiled")),
     )  # fmt: skip
 
 
@@ -102,7 +103,7 @@ class Forward:
             buffers.ctypes.data, len(buffers), vectors.ctypes.data, len(vectors), rotaries.ctypes.data, len(rotaries),
             program.state, program.gathered, program.hidden, program.logits, config.num_heads,
             STORAGES.index(storage), config.vocab_size, program.kept, groups.ctypes.data, len(groups),
-            places.ctypes.data, len(places), program.layout.block_bytes,
+            places.ctypes.data, len(places), program.layout.block_bytes, *_delta_shape(program),
         )  # fmt: skip
         self._call("make", ctypes.byref(passed), library.isa.encode(), pool.handle, ctypes.byref(self._handle))
 
@@ -175,6 +176,14 @@ class Forward:
         if self._handle:
             self._free(self._handle)
             self._handle = ctypes.c_void_p()
+
+
+def _delta_shape(program: Program) -> tuple[int, ...]:
+    """``DeltaShape`` of ``recurrent.hpp``."""
+    net = program.delta_net
+    return (0,) * 5 if net is None else (
+        net.num_key_heads, net.num_value_heads, net.key_dim, net.value_dim, int(net.is_tiled)
+    )  # fmt: skip
 
 
 def weight_type(encoding: Any) -> int:

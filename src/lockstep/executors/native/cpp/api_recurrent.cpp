@@ -26,7 +26,7 @@ EXPORTED const char* native_convolve(const char* isa, const Convolution* all, co
     if (const char* wrong = states_fault(*states, num_rows)) return wrong;
     if (const char* wrong = convolution_fault(all->channels, all->taps, all->function)) return wrong;
     const std::int64_t bytes = (all->taps - 1) * all->channels * std::int64_t(sizeof(float));
-    if (const char* wrong = piece_fault(all->piece, bytes, states->num_parts, states->block_bytes)) return wrong;
+    if (const char* wrong = place_fault(all->place, bytes, states->num_parts, states->block_bytes)) return wrong;
     if (!fits(num_rows, all->channels, all->x_stride, x_size) || !fits(num_rows, all->channels, all->out_stride, out_size))
         return NO_MEMORY;
     const FloatMode mode;
@@ -42,7 +42,7 @@ EXPORTED const char* native_delta_rule(const char* isa, const DeltaRule* all, co
     if (const char* wrong = delta_fault(all->shape)) return wrong;
     for (std::int32_t head = 0; head < all->shape.value_heads; head++)
         if (const char* wrong =
-                piece_fault(all->pieces[head], all->shape.piece_bytes(), states->num_parts, states->block_bytes))
+                place_fault(all->places[head], all->shape.piece_bytes(), states->num_parts, states->block_bytes))
             return wrong;
     if (!fits(num_rows, all->shape.columns(), all->x_stride, x_size) ||
         !fits(num_rows, all->shape.values(), all->out_stride, out_size))

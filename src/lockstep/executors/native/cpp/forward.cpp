@@ -16,8 +16,10 @@ constexpr std::int64_t SHARED_ROWS_PER_THREAD = 24;  // up to this, threads shar
 constexpr std::int64_t PARALLEL_ROWS = 8;        // with fewer, one thread normalises rows faster than several
 constexpr std::int64_t LINE = 64;
 
+bool is_recurrent(const Op& op) { return op.action == Action::convolve || op.action == Action::delta; }
+
 // True if an operation needs other rows: all operations before it must have run for all rows.
-bool attends(const Op& op) { return op.action == Action::attention && op.part != Part::store; }
+bool attends(const Op& op) { return is_recurrent(op) || (op.action == Action::attention && op.part != Part::store); }
 
 // The largest number of positions that all tables of positions have.
 std::int64_t positions_of(const Program& p) {
@@ -83,6 +85,7 @@ Forward::Forward(const Program& p, const char* isa, Pool* pool)
       elements(*find_elements(isa)),
       products(*find_products(&elements)),
       kernel(*find_attention(isa)),
+      recurrent(*find_recurrent(isa)),
       pool(pool),
       shared_rows(std::max(BLOCK_ROWS, SHARED_ROWS_PER_THREAD * threads_of(pool))),
       places(buffers.size()),
@@ -260,6 +263,18 @@ void Forward::one_row(const Op& op, std::int64_t row, const Span& span) const {
         std::memcpy(out, x, sizeof(float) * std::size_t(op.columns));
     else if (op.action == Action::add)
         elements.add(out, x, op.factor, op.columns, out);
+    else if (op.action == Action::rates)
+        rates(x, vectors.data() + op.vector, op.columns, out);
+    else
+        for (std::int32_t head = 0; head < op.heads; head++, x += op.stride, out += op.columns) one_part(op, x, out);
+}
+
+// An operation on one part of a row's columns.
+void Forward::one_part(const Op& op, const float* x, float* out) const {
+    if (op.action == Action::copy)
+        std::memcpy(out, x, sizeof(float) * std::size_t(op.columns));
+    else if (op.action == Action::multiply)
+        elements.gate(op.function, x, out, op.columns, out);
     else if (op.centred)
         elements.layer_norm(x, vectors.data() + op.vector, op.epsilon, op.columns, out);
     else
@@ -322,10 +337,28 @@ const char* Forward::attend(const Op& op) {
     step.norms_size = std::int64_t(op.num_norms) * step.layout.head_dim;
     step.cache_bytes = input.num_blocks * step.block_stride - place.offset;
     step.out_size = input.num_tokens * buffers[op.out].columns;
+    return attention(step, kernel, workers());
+}
+
+Workers Forward::workers() const {
     const auto run = [](void* pool, std::int64_t count, void (*item)(void*, std::int64_t), void* work) {
         claim(static_cast<Pool*>(pool), count, [&](std::int64_t i) { item(work, i); });
     };
-    return attention(step, kernel, Workers{threads_of(pool), run, pool});
+    return {threads_of(pool), run, pool};
+}
+
+// A convolution or a delta rule over all rows of the step.
+void Forward::recur(const Op& op) {
+    const float* x = reinterpret_cast<const float*>(step_memory[op.in].data) + op.in_at;
+    float* out = reinterpret_cast<float*>(step_memory[op.out].data) + op.out_at;
+    const std::int64_t x_stride = buffers[op.in].columns, out_stride = buffers[op.out].columns;
+    const Place* places = program.places + op.place;
+    if (op.action == Action::delta)
+        return delta_rule({program.delta, x, out, x_stride, out_stride, places}, states_of(input), recurrent, workers());
+    const float* weights = vectors.data() + op.vector;
+    const float* biases = weights + std::int64_t(op.taps) * op.columns;
+    convolve({x, out, x_stride, out_stride, op.columns, weights, biases, op.taps, op.function, *places}, states_of(input), recurrent,
+             workers());
 }
 
 // Runs the final part and the head over some rows, as many at a time as there is room for: put(row, count, span) writes
@@ -361,7 +394,7 @@ const char* Forward::step(const StepInput& step) try {
         run_segment(first, i);
         first = i + 1;
         if (i < last)
-            if (const char* wrong = attend(ops[i])) return wrong;
+            if (const char* wrong = is_recurrent(ops[i]) ? (recur(ops[i]), nullptr) : attend(ops[i])) return wrong;
     }
     if (step.stage + 1 < num_stages) return nullptr;
     const std::int64_t columns = buffers[program.hidden].columns;

@@ -84,7 +84,10 @@ private:
     Step step_of(std::int32_t group, const StepInput&) const;
     void prepare(const StepInput&);
     void run_segment(std::int64_t first, std::int64_t last);
+    Workers workers() const;
+    States states_of(const StepInput&) const;
     const char* attend(const Op&);
+    void recur(const Op&);
     template <class F, class G>
     void run_rows(std::int64_t num_rows, std::int64_t first, std::int64_t last, float* logits, const F& put,
                   const G& take) const;
@@ -94,6 +97,7 @@ private:
     void one_row(const Op&, std::int64_t row, const Span&) const;
     void embed(const Op&, std::int64_t row, const Span&) const;
     void store(const Op&, const float* x, std::int64_t row) const;
+    void one_part(const Op&, const float* x, float* out) const;
     void row_of(const Weight& table, std::int64_t index, float factor, float* out) const;
     float* kept(std::int64_t row) const;
     void product(const Op&, const Span&) const;
@@ -117,6 +121,7 @@ private:
     const Elements& elements;
     const Products& products;
     const AttentionKernel& kernel;
+    const RecurrentKernel& recurrent;
     Pool* pool;
     std::int64_t shared_rows;  // up to this many rows, threads share features
     std::int64_t area_row_bytes = 0;

@@ -71,13 +71,15 @@ const char* Forward::tables_fault(const StepInput& step) const {
         if (const char* wrong = plan_fault(step_of(std::int32_t(i + 1), step))) return wrong;
     }
     const std::int64_t parts = program.state_parts();
-    if (parts && (!step.states || step.states_size != 2 * parts * num_sequences)) return "a sequence has no state";
-    for (std::int64_t i = 0; parts && i < step.states_size; i++) {
-        const bool is_before = i / parts % 2 == 0, is_zero = is_before && step.states[i / parts * parts] == -1;
-        if (is_zero ? step.states[i] != -1 : step.states[i] < 0 || step.states[i] >= step.num_blocks)
-            return "a block of a state is not of this pool";
-    }
-    return nullptr;
+    if (!parts) return nullptr;
+    if (!step.states || step.states_size != 2 * parts * num_sequences) return "a sequence has no state";
+    return states_fault(states_of(step), step.num_tokens);
+}
+
+// The states of the sequences of a step whose plan is valid.
+States Forward::states_of(const StepInput& step) const {
+    const std::int32_t* begins = step.plan + 1 + step.plan[0];
+    return {step.plan[0], program.state_parts(), step.num_blocks, program.block_bytes, begins, step.states, step.cache};
 }
 
 // Allocates room for the step's rows and their rotations. Positions follow from the plan.

@@ -96,6 +96,31 @@ const char* attention_fault(const Program& p, const Op& op) {
     return nullptr;
 }
 
+// The parts of columns of a norm, a product or a copy.
+const char* parts_fault(const Program& p, const Op& op) {
+    if (op.heads < 1 || op.heads > MAX_PARTS || op.stride < 0) return "an operation has less than one part, or more than 2^16";
+    const std::int64_t last = (op.heads - 1) * std::int64_t(op.stride);
+    if (op.columns < 1 || !has_floats(p, op.in, op.in_at, last + op.columns)) return "an operation's input is not there";
+    return has_floats(p, op.out, op.out_at, std::int64_t(op.heads) * op.columns) ? nullptr : "an operation's output has no room";
+}
+
+// Convolutions and delta rules read other rows than the one that they write, and keep states.
+const char* recurrence_fault(const Program& p, const Op& op) {
+    if (p.kept) return "a program with stages has no states";
+    const bool is_delta = op.action == Action::delta;
+    if (const char* wrong = is_delta ? delta_fault(p.delta) : convolution_fault(op.columns, op.taps, op.function)) return wrong;
+    const std::int64_t columns = is_delta ? p.delta.columns() : op.columns, results = is_delta ? p.delta.values() : op.columns;
+    if (!has_floats(p, op.in, op.in_at, columns)) return "an operation's input is not there";
+    if (!has_floats(p, op.out, op.out_at, results) || op.in == op.out) return "an operation's output has no room";
+    if (p.buffers[op.in].life != Life::step || p.buffers[op.out].life != Life::step) return "a recurrence needs all rows of its buffers";
+    if (!is_delta && !has_numbers(p, op.vector, std::int64_t(op.taps + 1) * op.columns)) return "a convolution's weights are not there";
+    const std::int64_t pieces = is_delta ? p.delta.value_heads : 1;
+    const std::int64_t bytes = is_delta ? p.delta.piece_bytes() : (op.taps - 1) * std::int64_t(op.columns) * std::int64_t(sizeof(float));
+    for (std::int64_t i = 0; i < pieces; i++)
+        if (!has_room(p, op.place + i, bytes, true)) return "a state has no place in a block";
+    return nullptr;
+}
+
 const char* op_fault(const Program& p, const Op& op) {
     for (const std::int32_t buffer : {op.in, op.in_groups})
         if (buffer != -1 && !is_within(buffer, p.num_buffers)) return "an operation's input is not there";
@@ -119,7 +144,7 @@ const char* op_fault(const Program& p, const Op& op) {
         case Action::norm:
             if (!has_numbers(p, op.vector, (op.centred ? 2 : 1) * std::int64_t(op.columns)))
                 return "a norm's weights are not there";
-            [[fallthrough]];
+            return parts_fault(p, op);
         case Action::add:
             if (!has_floats(p, op.in, op.in_at, op.columns)) return "an operation's input is not there";
             return has_floats(p, op.out, op.out_at, op.columns) ? nullptr : "an operation's output has no room";
@@ -140,6 +165,19 @@ const char* op_fault(const Program& p, const Op& op) {
             return has_groups(p, op.out, features) || has_floats(p, op.out, op.out_at, features) ? nullptr : "a gate has no room";
         case Action::attention:
             return attention_fault(p, op);
+        case Action::multiply:
+            if (op.function < Gate::silu || int(op.function) >= GATES) return "there is no such function of a gate";
+            [[fallthrough]];
+        case Action::copy:
+            return op.in == op.out ? "an operation's output has no room" : parts_fault(p, op);
+        case Action::rates:
+            if (op.columns < 1 || op.columns > MAX_STATE_HEADS) return "a delta rule has less than one head, or more than 1024";
+            if (!has_numbers(p, op.vector, 2 * std::int64_t(op.columns))) return "the rates of a delta rule are not there";
+            if (!has_floats(p, op.in, op.in_at, 2 * std::int64_t(op.columns))) return "an operation's input is not there";
+            return has_floats(p, op.out, op.out_at, 2 * std::int64_t(op.columns)) ? nullptr : "an operation's output has no room";
+        case Action::convolve:
+        case Action::delta:
+            return recurrence_fault(p, op);
         case Action::load:
             if (!has_kept(p, op.in_at, op.columns)) return "an operation's kept columns are not there";
             return has_floats(p, op.out, op.out_at, op.columns) ? nullptr : "an operation's output has no room";
@@ -204,7 +242,8 @@ const char* fault_of(const Program& p) {
         if (const char* wrong = op_fault(p, op)) return wrong;
         if (i < p.head_begin && p.logits >= 0 && (op.in == p.logits || op.out == p.logits)) return "only the head has logits";
         const bool uses_tokens = op.action == Action::embed || op.action == Action::attention ||
-                                 op.action == Action::load || op.action == Action::save;
+                                 op.action == Action::load || op.action == Action::save ||
+                                 op.action == Action::convolve || op.action == Action::delta;
         const auto is_of_step = [&](std::int32_t buffer) { return buffer >= 0 && p.buffers[buffer].life == Life::step; };
         if (i >= p.final_begin && (uses_tokens || is_of_step(op.in) || is_of_step(op.in_groups) || is_of_step(op.out)))
             return "only the body works on whole steps";

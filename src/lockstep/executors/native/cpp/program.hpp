@@ -16,6 +16,7 @@
 #include "attention.hpp"
 #include "elements.hpp"
 #include "product.hpp"
+#include "recurrent.hpp"
 
 namespace lockstep::native {
 
@@ -35,9 +36,20 @@ namespace lockstep::native {
 //              of heads at `vector`: of queries, keys and values, in this order. Keys and values lie at `place`. By its
 //              part, this only stores the keys and values of `in`; or it only attends, with the queries that are kept
 //              from column in_at on; or `in` has only queries, which read the keys and values of another layer
+//   multiply   out = function(in) * out
+//   copy       out = in
+//   rates      out = betas and decays of a delta rule with `columns` value heads, of its inputs in `in` (`rates` of
+//              recurrent.hpp). At `vector` are the rates, and then the biases
+//   convolve   out = function(convolution of `columns` channels of in over `taps` rows). At `vector` are weights
+//              [taps][columns], and then biases. The state lies at `place`
+//   delta      out = the delta rule of Program::delta over in. The states of the value heads lie at the places from
+//              `place` on
 //   load       out = the row's kept columns from in_at on
 //   save       the row's kept columns from out_at on = in
-enum class Action : std::int32_t { embed, norm, quantise, product, gate, add, attention, load, save };
+//
+// Norms, multiply and copy process `heads` parts of `columns` columns, one by one. They begin `stride` columns apart in
+// `in`, and lie side by side in `out`.
+enum class Action : std::int32_t { embed, norm, quantise, product, gate, add, attention, load, save, multiply, copy, rates, convolve, delta };
 enum class Part : std::int32_t { whole, store, attend, read };
 
 struct Op {
@@ -46,13 +58,15 @@ struct Op {
     std::int32_t in_groups;  // a buffer of groups, for weights in panels; -1: none
     std::int32_t out;
     std::int32_t in_at, out_at;  // the first column
-    // Of norm, quantise, add, load and save; of embed the number of token types; of attention a head's size.
+    // Of operations of rows; of embed the number of token types; of attention a head's size; of rates the value heads; of
+    // convolve the channels.
     std::int32_t columns;
     std::int32_t first_weight, num_weights;
     std::int32_t vector;  // -1: none
     std::int32_t place;   // the first one in Program::places
     std::int32_t window, rotary, kv_heads, num_norms;  // of attention; rotary -1: heads are not rotated
     std::int32_t adds, offset, centred;
+    std::int32_t heads, stride, taps;
     Part part;
     Gate function;
     float epsilon, factor, divisor, scale;  // scale: of attention scores
@@ -62,7 +76,6 @@ constexpr int MAX_POSITION_COLUMNS = 1 << 13;  // of a table of positions
 constexpr int MAX_TOKEN_TYPES = 1 << 10;
 constexpr int MAX_GROUPS = 1 << 10, MAX_PARTS = 1 << 16;
 constexpr std::int64_t MAX_BLOCK_BYTES = std::int64_t(1) << 30;
-constexpr int PLACE_UNIT = 4;  // offsets in blocks are multiples of this
 
 constexpr int NUM_TYPES = KINDS + 3;  // of weights: kinds of panels, then F32, F16 and BF16 as they are stored
 
@@ -98,12 +111,6 @@ struct Group {
     std::int32_t is_state;   // a sequence has one column, whose content changes with every token
 };
 
-// Where a layer's keys and values, or a piece of its state, lie in a column.
-struct Place {
-    std::int32_t group, part;  // part: block of the column
-    std::int64_t offset;       // first byte in the block
-};
-
 // Frequencies of a rotation, in Program::vectors.
 struct Rotary {
     std::int32_t vector, num_pairs;
@@ -129,6 +136,7 @@ struct Program {
     std::int64_t num_groups;  // the first one has all columns; a group of states is the last one
     const Place* places;
     std::int64_t num_places, block_bytes;
+    DeltaShape delta;  // of all delta rules
 
     KVLayout layout(const Op& op) const { return {op.kv_heads, op.columns, Storage(storage)}; }
     std::int64_t kept_bytes() const { return kept * std::int64_t(sizeof(float)); }

@@ -59,7 +59,7 @@ const char* states_fault(const States& states, std::int64_t num_rows) {
 
 const char* convolution_fault(std::int64_t channels, std::int64_t taps, Gate function) {
     if (channels < 1 || channels > MAX_CHANNELS) return "a convolution does not have 1 to 2^20 channels";
-    if (taps < 2 || taps > MAX_TAPS) return "a convolution does not have 2 to 16 taps";
+    if (taps < 2 || taps > MAX_TAPS) return "a convolution does not have 2 to 64 taps";
     if (function != Gate::silu && function != Gate::identity) return "a convolution has no such function";
     return nullptr;
 }
@@ -69,14 +69,14 @@ const char* delta_fault(const DeltaShape& shape) {
         shape.value_heads % shape.key_heads)
         return "a delta rule's value heads are no multiple of its key heads, up to 1024";
     if (shape.key_dim < 1 || shape.key_dim > MAX_STATE_DIM || shape.value_dim < 1 || shape.value_dim > MAX_STATE_DIM)
-        return "a delta rule does not have 1 to 256 dimensions of keys and values";
+        return "a delta rule does not have 1 to 1024 dimensions of keys and values";
     return nullptr;
 }
 
-const char* piece_fault(const Piece& piece, std::int64_t bytes, std::int64_t num_parts, std::int64_t block_bytes) {
-    if (piece.part < 0 || piece.part >= num_parts) return "a piece of a state is in none of its blocks";
-    if (piece.offset < 0 || piece.offset % std::int64_t(sizeof(float)) || piece.offset > block_bytes ||
-        bytes > block_bytes - piece.offset)
+const char* place_fault(const Place& place, std::int64_t bytes, std::int64_t num_parts, std::int64_t block_bytes) {
+    if (place.part < 0 || place.part >= num_parts) return "a piece of a state is in none of its blocks";
+    if (place.offset < 0 || place.offset % PLACE_UNIT || place.offset > block_bytes ||
+        bytes > block_bytes - place.offset)
         return "a piece of a state is not inside its block";
     return nullptr;
 }
@@ -86,7 +86,7 @@ void convolve(const Convolution& all, const States& states, const RecurrentKerne
     const bool is_shared = states.begins[states.num_sequences] * all.channels > FEW_CHANNELS;
     for_each(workers, states.num_sequences * tiles, is_shared, [&](std::int64_t i) {
         const std::int64_t sequence = i / tiles, channel = i % tiles * CHANNELS, row = states.begins[sequence];
-        const float* before = states.before(sequence, all.piece);
+        const float* before = states.before(sequence, all.place);
         ConvolutionTile tile;
         tile.x = all.x + row * all.x_stride + channel, tile.x_stride = all.x_stride;
         tile.out = all.out + row * all.out_stride + channel, tile.out_stride = all.out_stride;
@@ -94,7 +94,7 @@ void convolve(const Convolution& all, const States& states, const RecurrentKerne
         tile.weights = all.weights + channel, tile.weights_stride = all.channels, tile.taps = all.taps;
         tile.bias = all.bias ? all.bias + channel : nullptr, tile.function = all.function;
         tile.before = before ? before + channel : nullptr;
-        tile.after = states.after(sequence, all.piece) + channel, tile.state_stride = all.channels;
+        tile.after = states.after(sequence, all.place) + channel, tile.state_stride = all.channels;
         kernel.convolve(tile);
     });
 }
@@ -109,7 +109,7 @@ void delta_rule(const DeltaRule& all, const States& states, const RecurrentKerne
         const std::int64_t sequence = i / (heads * parts), head = i / parts % heads, column = i % parts * part_columns;
         if (column >= dim) return;
         const std::int64_t row = states.begins[sequence], key_head = shape.key_head(std::int32_t(head));
-        const float *x = all.x + row * all.x_stride, *before = states.before(sequence, all.pieces[head]);
+        const float *x = all.x + row * all.x_stride, *before = states.before(sequence, all.places[head]);
         DeltaTile tile;
         tile.queries = x + key_head * shape.key_dim, tile.keys = tile.queries + shape.keys();
         tile.values = x + 2 * shape.keys() + head * dim + column;
@@ -119,7 +119,7 @@ void delta_rule(const DeltaRule& all, const States& states, const RecurrentKerne
         tile.rows = states.begins[sequence + 1] - row;
         tile.key_dim = shape.key_dim, tile.count = int(std::min(part_columns, dim - column));
         tile.before = before ? before + column : nullptr;
-        tile.after = states.after(sequence, all.pieces[head]) + column, tile.state_stride = dim;
+        tile.after = states.after(sequence, all.places[head]) + column, tile.state_stride = dim;
         kernel.delta(tile);
     });
 }

@@ -18,14 +18,16 @@
 
 namespace lockstep::native {
 
-constexpr int MAX_TAPS = 16;
-constexpr int MAX_STATE_DIM = 256;         // of keys and values of a delta rule
-constexpr int MAX_STATE_HEADS = 1 << 10;
-constexpr int CHANNELS = 512;              // of a convolution that one thread takes at a time
+constexpr int MAX_TAPS = 64;
+constexpr int MAX_STATE_DIM = 1024;  // of keys and values of a delta rule
+constexpr int MAX_STATE_HEADS = 1024;
+constexpr int CHANNELS = 512;   // of a convolution that one thread takes at a time
+constexpr int PLACE_UNIT = 4;   // offsets in blocks are multiples of this
 
-// Place of a matrix or of rows of a state in its blocks.
-struct Piece {
-    std::int64_t part, offset;  // block of the state, first byte in it
+// Where a layer's keys and values, or a piece of its state, lie in a column.
+struct Place {
+    std::int32_t group, part;  // part: block of the column
+    std::int64_t offset;       // first byte in the block
 };
 
 // The states of a step's S sequences.
@@ -36,16 +38,16 @@ struct States {
     std::uint8_t* cache;         // [num_blocks][block_bytes]
 
     const std::int32_t* of(std::int64_t sequence) const { return blocks + 2 * num_parts * sequence; }
-    float* at(std::int32_t block, const Piece& piece) const {
-        return reinterpret_cast<float*>(cache + block * block_bytes + piece.offset);
+    float* at(std::int32_t block, const Place& place) const {
+        return reinterpret_cast<float*>(cache + block * block_bytes + place.offset);
     }
     // nullptr: zeros.
-    const float* before(std::int64_t sequence, const Piece& piece) const {
-        const std::int32_t block = of(sequence)[piece.part];
-        return block < 0 ? nullptr : at(block, piece);
+    const float* before(std::int64_t sequence, const Place& place) const {
+        const std::int32_t block = of(sequence)[place.part];
+        return block < 0 ? nullptr : at(block, place);
     }
-    float* after(std::int64_t sequence, const Piece& piece) const {
-        return at(of(sequence)[num_parts + piece.part], piece);
+    float* after(std::int64_t sequence, const Place& place) const {
+        return at(of(sequence)[num_parts + place.part], place);
     }
 };
 
@@ -58,13 +60,13 @@ struct Convolution {
     const float* bias;     // nullptr: none
     std::int64_t taps;     // from 2 on
     Gate function;         // silu or identity
-    Piece piece;           // [taps - 1][channels]
+    Place place;           // [taps - 1][channels]
 };
 
 struct DeltaShape {
     std::int32_t key_heads, value_heads, key_dim, value_dim;
     // Value head v reads key head v / (value_heads / key_heads) or, if this is not 0, v % key_heads.
-    std::int32_t is_interleaved;
+    std::int32_t is_tiled;
 
     std::int64_t keys() const { return std::int64_t(key_heads) * key_dim; }
     std::int64_t values() const { return std::int64_t(value_heads) * value_dim; }
@@ -72,7 +74,7 @@ struct DeltaShape {
     std::int64_t columns() const { return channels() + 2 * std::int64_t(value_heads); }
     std::int64_t piece_bytes() const { return std::int64_t(key_dim) * value_dim * std::int64_t(sizeof(float)); }
     std::int32_t key_head(std::int32_t head) const {
-        return is_interleaved ? head % key_heads : head / (value_heads / key_heads);
+        return is_tiled ? head % key_heads : head / (value_heads / key_heads);
     }
 };
 
@@ -82,7 +84,7 @@ struct DeltaRule {
     const float* x;  // [T]: queries, keys and values of all heads, then the betas and the decays of value heads
     float* out;      // [T][value_heads][value_dim]
     std::int64_t x_stride, out_stride;
-    const Piece* pieces;  // [value_heads]: [key_dim][value_dim]
+    const Place* places;  // [value_heads]: [key_dim][value_dim]
 };
 
 // Some channels of one sequence.
@@ -128,10 +130,10 @@ void rates(const float* x, const float* numbers, std::int64_t heads, float* out)
 // Checks the table of states of a step of this many rows. Returns nullptr, or an error message.
 const char* states_fault(const States&, std::int64_t num_rows);
 
-// Check what a program or a caller passes, with the states' pieces. Buffers are the caller's to check.
+// Check the shapes of operations, and the place of a piece of a state of so many bytes. Buffers are the caller's to check.
 const char* convolution_fault(std::int64_t channels, std::int64_t taps, Gate function);
 const char* delta_fault(const DeltaShape&);
-const char* piece_fault(const Piece&, std::int64_t bytes, std::int64_t num_parts, std::int64_t block_bytes);
+const char* place_fault(const Place&, std::int64_t bytes, std::int64_t num_parts, std::int64_t block_bytes);
 
 // Compute a step's rows and states. All arguments must have been checked.
 void convolve(const Convolution&, const States&, const RecurrentKernel&, const Workers&);
