@@ -31,7 +31,7 @@ def program_of(shape: Shape, encoding: str = "F32", **changes: object) -> Progra
     turns = [(np.ones(half, np.float32), 1.0)] * (1 if config.local_rope_theta is None else 2)
     return build_program(
         config, weights.matrices, lambda name, size: vector(artifact.weights[name], size),
-        artifact.weights.__contains__, turns,
+        artifact.weights.__contains__, turns, "f16",
     )  # fmt: skip
 
 

@@ -97,6 +97,7 @@ class Rotary(NamedTuple):
 class Program:
     """The operations of a model and their data. Buffers and weights are identified by their index in these lists."""
 
+    layout: KVLayout
     ops: list[Op] = field(default_factory=list)
     final_begin: int = 0
     """Index of the first operation after the last layer."""
@@ -111,7 +112,6 @@ class Program:
     gathered: int = NONE
     hidden: int = NONE
     logits: int = NONE
-    layout: KVLayout = KVLayout(0, ONE_GROUP, (), ())
     places: list[Place] = field(default_factory=list)
     """Where layers and pieces of states lie in blocks."""
     kept: int = 0
