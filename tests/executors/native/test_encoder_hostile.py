@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from lockstep.artifacts.model import Artifact, ModelConfig
 from lockstep.errors import ExecutorError
 from lockstep.executors.native.forward import Forward
+from lockstep.executors.native.operations import Action, Buffer, Program
 from lockstep.executors.native.packs import load_weights
 from lockstep.executors.native.products import ThreadPool
-from lockstep.executors.native.program import Action, Buffer, Program, build_program
+from lockstep.executors.native.program import build_program
 from lockstep.executors.quantise import vector
 from tests.executors.native.encoder_models import open_encoder
 from tests.executors.native.test_hostile import NUMBERS, change_op
@@ -43,18 +44,13 @@ def program_of(artifact: Artifact, quantize: str | None = None) -> Program:
     turns = [(np.ones(artifact.config.head_dim // 2, np.float32), 1.0)] * 2
     return build_program(
         artifact.config, weights.matrices, lambda name, size: vector(artifact.weights[name], size),
-        artifact.weights.__contains__, turns,
+        artifact.weights.__contains__, turns, "f16",
     )  # fmt: skip
-
-
-def block_bytes(config: ModelConfig, program: Program) -> int:
-    size = int(library().handle.native_block_bytes(config.num_kv_heads, config.head_dim, 1))
-    return program.num_layers * size + 4 * 32 * program.kept
 
 
 def run(pool: ThreadPool, program: Program, config: ModelConfig) -> bytes:
     """All stages of one text between guarded blocks, and the head; the states."""
-    guarded = np.full((5, block_bytes(config, program)), 0x55, np.uint8)
+    guarded = np.full((5, program.layout.block_bytes), 0x55, np.uint8)
     guarded[1:4] = 0
     forward = Forward(library(), pool, program, config, "f16")
     try:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.artifacts.model import ModelConfig
+from lockstep.executors.native.operations import Action, Op, Program
 from lockstep.executors.native.packs import ModelWeights, load_weights
-from lockstep.executors.native.program import Action, Op, Program, build_program
+from lockstep.executors.native.program import build_program
 from lockstep.executors.quantise import vector
 from tests.executors.native.loading import loaded
 from tests.executors.native.support import TINY, config_of, random_artifact, run
@@ -31,7 +32,7 @@ def program_of(shape: Shape, encoding: str = "F32", **changes: object) -> Progra
     turns = [(np.ones(half, np.float32), 1.0)] * (1 if config.local_rope_theta is None else 2)
     return build_program(
         config, weights.matrices, lambda name, size: vector(artifact.weights[name], size),
-        artifact.weights.__contains__, turns,
+        artifact.weights.__contains__, turns, "f16",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Hybrid models: their logits are right, and the same bits in chunks of any sizes, beside others, and on any processor."""
+"""Hybrid models: values of logits, and the same bits in chunks of any sizes, beside others, and on any processor."""
 
 from __future__ import annotations
 
@@ -113,7 +113,10 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert np.abs(logits - transformers_hybrid_logits(name)).max() <= 1e-4
 
 
-@pytest.mark.parametrize(("name", "encoding"), [(n, e) for n, case in HYBRID_GGUF_CASES.items() for e in case.encodings])
+GGUF_CASES = [(name, encoding) for name, case in HYBRID_GGUF_CASES.items() for encoding in case.encodings]
+
+
+@pytest.mark.parametrize(("name", "encoding"), GGUF_CASES)
 def test_logits_are_those_of_llama_cpp(name: str, encoding: str, tmp_path: Path) -> None:
     ids = hybrid_token_ids(HYBRID_GGUF_CASES[name].shape).tolist()
     with loaded(open_gguf_hybrid(name, encoding, tmp_path), 8, 0) as executor:

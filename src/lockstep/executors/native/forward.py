@@ -13,8 +13,8 @@ from lockstep.artifacts.model import ModelConfig
 from lockstep.errors import ExecutorError
 from lockstep.executors.kv_layout import BLOCK_TOKENS as BLOCK_TOKENS
 from lockstep.executors.native.library import NativeLibrary
-from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool
 from lockstep.executors.native.operations import Op, Program
+from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool
 from lockstep.executors.native.weights import KINDS, pointer
 from lockstep.executors.step_inputs import WindowTables
 

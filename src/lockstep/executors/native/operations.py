@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.model import DeltaNet
-from lockstep.core.groups import ONE_GROUP
 from lockstep.executors.kv_layout import KVLayout, Place
 from lockstep.executors.native.packs import Matrix
 
@@ -89,6 +88,7 @@ class Rotary(NamedTuple):
 class Program:
     """The operations of a model and their data. Buffers and weights are identified by their index in these lists."""
 
+    layout: KVLayout
     ops: list[Op] = field(default_factory=list)
     final_begin: int = 0
     """Index of the first operation after the last layer."""
@@ -103,7 +103,6 @@ class Program:
     gathered: int = NONE
     hidden: int = NONE
     logits: int = NONE
-    layout: KVLayout = KVLayout(0, ONE_GROUP, (), ())
     places: list[Place] = field(default_factory=list)
     """Where layers and pieces of states lie in blocks."""
     delta_net: DeltaNet | None = None

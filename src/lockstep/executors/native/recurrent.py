@@ -70,8 +70,8 @@ def separate_gates(builder: _Builder, projected: int, together: int, others: int
     """Copy the queries of each head, which its gate follows, and then the ``others`` columns, side by side."""
     config = builder.config
     queries = config.num_heads * config.head_dim
-    builder._add(Action.COPY, together, in_=projected, columns=config.head_dim, heads=config.num_heads, stride=2 * config.head_dim
-    )
+    heads = {"columns": config.head_dim, "heads": config.num_heads, "stride": 2 * config.head_dim}
+    builder._add(Action.COPY, together, in_=projected, **heads)
     builder._add(Action.COPY, together, in_=projected, in_at=2 * queries, out_at=queries, columns=others)
 
 
@@ -80,8 +80,8 @@ def multiply(
     stride: int = 0,
 ) -> None:  # fmt: skip
     """Multiply a buffer by a function of columns of another one."""
-    builder._add(Action.MULTIPLY, out, in_=x, in_at=at, columns=columns, heads=heads, stride=stride, function=GATES[function]
-    )
+    fields = {"in_at": at, "columns": columns, "heads": heads, "stride": stride}
+    builder._add(Action.MULTIPLY, out, in_=x, function=GATES[function], **fields)
 
 
 def _convolve(
