@@ -43,7 +43,11 @@ class Shape:
     mixers: tuple[str, ...] = ()
     delta_net: DeltaShape | None = None
     conv_taps: int = 0
-    attention_gate: bool = False
+
+    @property
+    def attention_gate(self) -> bool:
+        """Whether the queries' projection has a gate for each head, too."""
+        return self.architecture == "qwen35"
 
 
 def _mixed(kind: str, pattern: str) -> tuple[str, ...]:
@@ -111,7 +115,6 @@ SHAPES: Mapping[str, Shape] = {
         rotary_dim=8,
         mixers=_mixed("delta_net", "ddda"),
         delta_net=DeltaShape(2, 4, 32, 32, 4),
-        attention_gate=True,
     ),
     "tiny-lfm2": replace(
         _SMALL,
@@ -144,7 +147,6 @@ SHAPES: Mapping[str, Shape] = {
         rotary_dim=64,
         mixers=_mixed("delta_net", "ddda" * 6),
         delta_net=DeltaShape(16, 16, 128, 128, 4),
-        attention_gate=True,
     ),
     "lfm2.5-350m": Shape(
         "lfm2",

@@ -278,19 +278,6 @@ class ModelConfig:
         """True if a layer stores keys and values."""
         return self.mixer_of(layer) == "attention" and (not self.kv_owners or self.kv_owners[layer] == layer)
 
-    def memory_per_token(self, element_bytes: int = 2) -> int:
-        """Bytes that a pool holds of each token.
-
-        For a decoder, keys and values of all layers. For an encoder, keys and values of two layers, and the hidden
-        state and the queries in float32.
-
-        Args:
-            element_bytes: size of a number of the keys and values.
-        """
-        num_layers = 2 if self.bidirectional else self.num_layers
-        kept = self.hidden_size + self.num_heads * self.head_dim if self.bidirectional else 0
-        return 2 * element_bytes * num_layers * self.num_kv_heads * self.head_dim + 4 * kept
-
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:

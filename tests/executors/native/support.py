@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.layout import split_fused
-from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, Tensor
+from lockstep.artifacts.model import Artifact, DeltaNet, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import dequantise
 from lockstep.core.groups import ONE_GROUP
 from lockstep.errors import MissingTokenizerError
@@ -47,7 +47,9 @@ class MemoryWeights:
 
 def config_of(shape: Shape) -> ModelConfig:
     traits: Mapping[str, Any] = ARCHITECTURES[shape.architecture].traits
-    return ModelConfig(**asdict(shape), **traits)
+    sizes = asdict(shape)
+    net = sizes.pop("delta_net")
+    return ModelConfig(**sizes, delta_net=None if net is None else DeltaNet(**net), **traits)
 
 
 def random_artifact(shape: Shape = TINY_LLAMA, encoding: str = "F32", seed: int = 0) -> Artifact:
