@@ -104,7 +104,9 @@ CHANGES: dict[str, tuple[Action, dict[str, int]]] = {
     "queries are not kept": (Action.ATTENTION, {"part": 2, "out": 1, "in_at": 2**31 - 1}),
     "output has other heads": (Action.ATTENTION, {"part": 2, "out": 1, "in_at": 64}),
     "parts of another kind": (Action.ATTENTION, {"part": 0, "out": 1}),
-    "no such part": (Action.ATTENTION, {"part": 3, "out": 1}),
+    "parts of another kind ": (Action.ATTENTION, {"part": 3, "out": 1}),
+    "no such part": (Action.ATTENTION, {"part": 4, "out": 1}),
+    "input has other heads": (Action.ATTENTION, {"in_at": -1}),
     "no table of these columns": (Action.EMBED, {"offset": -1}),
     "embedding's numbers": (Action.EMBED, {"vector": 2**31 - 1}),
     "columns of its weights": (Action.GATE, {"num_weights": 3}),
@@ -162,7 +164,7 @@ def test_stages_that_do_not_fit_are_refused(
     artifact = artifacts["bert-classifier"]
     program = program_of(artifact)
     forward = Forward(library(), pool, program, artifact.config, "f16")
-    cache = np.zeros((3, block_bytes(artifact.config, program)), np.uint8)
+    cache = np.zeros((3, program.layout.block_bytes), np.uint8)
     step = {"hidden_rows": np.zeros(0, np.int64), "totals": np.array([TOTAL], np.int32), "stage": 0, **changes}
     try:
         with pytest.raises(ExecutorError, match=message):
@@ -189,7 +191,7 @@ def test_a_text_longer_than_the_table_of_positions_is_refused(artifacts: dict[st
 def test_any_plan_is_refused_or_within_the_pool(artifacts: dict[str, Artifact], numbers: list[int], total: int) -> None:
     artifact = artifacts["modern-bert"]
     program = program_of(artifact)
-    guarded = np.full((4, block_bytes(artifact.config, program)), 0x55, np.uint8)
+    guarded = np.full((4, program.layout.block_bytes), 0x55, np.uint8)
     with ThreadPool(library(), 1) as own:
         forward = Forward(library(), own, program, artifact.config, "f16")
         for stage in range(4):

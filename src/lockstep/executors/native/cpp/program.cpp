@@ -86,11 +86,11 @@ const char* attention_fault(const Program& p, const Op& op) {
     const std::int64_t projected = op.part == Part::read ? queries : queries + 2 * keys;
     if (op.part == Part::attend) {
         if (!has_kept(p, op.in_at, queries)) return "attention's queries are not kept";
-    } else if (!has_floats(p, op.in, 0, projected) || p.buffers[op.in].columns != projected) {
+    } else if (!has_floats(p, op.in, op.in_at, projected) || p.buffers[op.in].columns != projected) {
         return "attention's input has other heads";
     }
     if (op.part == Part::store) return nullptr;
-    if (!has_floats(p, op.out, 0, queries) || p.buffers[op.out].columns != queries) return "attention's output has other heads";
+    if (!has_floats(p, op.out, op.out_at, queries) || p.buffers[op.out].columns != queries) return "attention's output has other heads";
     if ((op.part != Part::attend && p.buffers[op.in].life != Life::step) || p.buffers[op.out].life != Life::step)
         return "attention needs all rows of its buffers";
     return nullptr;
