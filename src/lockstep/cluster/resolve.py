@@ -272,13 +272,14 @@ class OpenedSource:
 def activation_bytes(config: ModelConfig, options: LoadOptions) -> int:
     """Size of an encoder's pool as its load would plan it on an idle machine, which is less than its share if its texts
     are short. Keys and values in int8 count as float16."""
+    from lockstep.executors.kv_costs import activation_bytes_per_token
     from lockstep.executors.native.forward import BLOCK_TOKENS
 
+    element_bytes = 4 if options.executor.kv_cache_precision == "f32" else 2
     stages = config.num_layers + 1
     geometry = Geometry(
         block_size=BLOCK_TOKENS * stages,
-        bytes_per_block=BLOCK_TOKENS
-        * config.memory_per_token(4 if options.executor.kv_cache_precision == "f32" else 2),
+        bytes_per_block=BLOCK_TOKENS * activation_bytes_per_token(config, element_bytes),
         num_layers=config.num_layers,
         max_model_len=config.max_model_len * stages + 1,
         vocab_size=config.vocab_size,
