@@ -4,15 +4,20 @@ Each KV slot holds a hash of its token, its position, the kernel that a real mod
 that attention read, *through the block table*. The next token is a hash of all that. So a wrong block, a stale slot, a
 lost swap, a one-token prompt chunk or a generated token replayed in another segment each change the answer. A model of
 one kernel, as an executor has whose decoding equals its prefill, leaves the kernel out, and only that.
+
+The layers of further KV groups come after those of the first one. In a group with a window, attention reads exactly the
+window, through the row's table of this group. A state is a chain of hashes over all tokens: a row reads it from its
+source blocks and writes it to its target blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
 
+from lockstep.core.groups import ContentKey, KVGroup, content_key
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import FinishReason, Request
@@ -20,6 +25,8 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
 
 NAMESPACE = b"oracle"
+Block = list[bytes | None]
+"""Content of a block: a value per position, or a part of a state in the first place."""
 
 
 def digest(*parts: bytes) -> bytes:
@@ -31,39 +38,87 @@ class OracleModel:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
+        self.groups = config.groups
         self.has_one_kernel = True
         """True if a token has the same bits computed alone or together with others, as executors may promise."""
-        self.device: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_blocks + 1)]
-        self.host: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
+        self.device: list[Block] = [[None] * config.block_size for _ in range(config.num_blocks + 1)]
+        self.host: list[Block] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
 
     def move(self, plan: StepPlan) -> None:
         """Evict, swap out, swap in, copy."""
         assert not plan.copies
         for device, host in plan.swap_out:
             self.host[host] = list(self.device[device])
+        self.clear(plan.evicted)
         for host, device in plan.swap_in:
             self.device[device] = list(self.host[host])
+
+    def clear(self, blocks: Iterable[int], host_blocks: Iterable[int] = ()) -> None:
+        """Remove content that no row may need any more."""
+        for block in blocks:
+            self.device[block] = [None] * self.block_size
+        for block in host_blocks:
+            self.host[block] = [None] * self.block_size
 
     def forward(self, plan: StepPlan, tokens: dict[int, list[int]], prompts: dict[int, int]) -> list[bytes]:
         """Logits of the sampling rows, in plan order."""
         self._check_rows(plan)
         seen = []
-        for chunk in plan.chunks():
+        for row, chunk in enumerate(plan.chunks()):
             assert 0 not in chunk.table
             kernel = f"prompt{min(chunk.length, 2)}"
             if chunk.start >= prompts[chunk.seq_id]:
                 kernel = f"segment{chunk.start}+{chunk.length}"
             if self.has_one_kernel:
                 kernel = ""
+            values = []
             for position in range(chunk.start, chunk.start + chunk.length):
                 past = b"".join(self._read(chunk.table, before) for before in range(position))
                 value = digest(str((tokens[chunk.seq_id][position], position, kernel)).encode(), past)
                 block, slot = divmod(position, self.block_size)
                 self.device[chunk.table[block]][slot] = value
+                values.append(value)
+            if plan.other_tables:
+                for group, table in zip(self.groups[1:], plan.other_tables[row], strict=True):
+                    layer = self._update_state if group.is_state else self._see_window
+                    values = layer(group, table, chunk.start, values)
             if chunk.samples:
                 end = chunk.start + chunk.length
                 assert end == len(tokens[chunk.seq_id]), "only the last known token is sampled from"
-                seen.append(digest(*(self._read(chunk.table, position) for position in range(end))))
+                last = digest(*(self._read(chunk.table, position) for position in range(end)))
+                seen.append(digest(last, values[-1]) if plan.other_tables else last)
+        return seen
+
+    def _see_window(self, group: KVGroup, table: tuple[int, ...], start: int, values: list[bytes]) -> list[bytes]:
+        """Outputs of a layer with a window for the values of a row's tokens."""
+        first, parts = table[0], group.num_parts
+        columns = [table[at : at + parts] for at in range(1, len(table), parts)]
+        assert len(table) == 1 + len(columns) * parts
+        assert first + len(columns) >= -(-(start + len(values)) // self.block_size)
+        seen = []
+        for position, value in enumerate(values, start):
+            column, slot = divmod(position, self.block_size)
+            for part, block in enumerate(columns[column - first]):
+                self.device[block][slot] = digest(value, str(part).encode())
+            past = []
+            for before in range(max(0, position + 1 - group.window), position + 1):
+                column, slot = divmod(before, self.block_size)
+                assert column >= first, "the window begins before the table"
+                past += [self._read((block,), slot) for block in columns[column - first]]
+            seen.append(digest(*past))
+        return seen
+
+    def _update_state(self, group: KVGroup, table: tuple[int, ...], start: int, values: list[bytes]) -> list[bytes]:
+        """Outputs of a recurrent layer for the values of a row's tokens."""
+        parts = group.num_parts
+        assert len(table) in ((parts, 2 * parts) if start else (parts,))
+        state = [self._read((block,), 0) for block in table[:parts]] if start else [b""] * parts
+        seen = []
+        for value in values:
+            state = [digest(value, *state, str(part).encode()) for part in range(parts)]
+            seen.append(digest(*state))
+        for block, part_of_state in zip(table[-parts:], state, strict=True):
+            self.device[block][0] = part_of_state
         return seen
 
     def _read(self, table: Sequence[int], position: int) -> bytes:
@@ -79,9 +134,25 @@ class OracleModel:
             assert len(chunk.table) * size >= chunk.start + chunk.length
             for index in range(chunk.start // size, (chunk.start + chunk.length - 1) // size + 1):
                 assert written.setdefault(chunk.table[index], chunk.seq_id) == chunk.seq_id
-        for chunk in plan.chunks():
-            for block in chunk.table:
+        for row, seq_id in enumerate(plan.seq_ids if plan.other_tables else ()):
+            for block in self._written_in_other_groups(plan, row):
+                assert written.setdefault(block, seq_id) == seq_id
+                assert block not in plan.tables[row]
+        for row, chunk in enumerate(plan.chunks()):
+            others = plan.other_tables[row] if plan.other_tables else ()
+            read = [table if group.is_state else table[1:] for group, table in zip(self.groups[1:], others, strict=True)]
+            for block in chunk.table + tuple([block for table in read for block in table]):
                 assert written.get(block, chunk.seq_id) == chunk.seq_id, "a shared block is written"
+
+    def _written_in_other_groups(self, plan: StepPlan, row: int) -> Iterator[int]:
+        start, length = plan.starts[row], plan.lengths[row]
+        for group, table in zip(self.groups[1:], plan.other_tables[row], strict=True):
+            if group.is_state:
+                yield from table[-group.num_parts :]
+            else:
+                begin = 1 + (start // self.block_size - table[0]) * group.num_parts
+                end = 1 + ((start + length - 1) // self.block_size + 1 - table[0]) * group.num_parts
+                yield from table[begin:end]
 
 
 @dataclass
@@ -97,6 +168,7 @@ class Job:
     sibling_of: int | None = None
     salt: bytes = b""
     is_bulk: bool = False
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass
@@ -126,8 +198,10 @@ class Loop:
     plans: list[StepPlan] = field(default_factory=list)
     results: list[StepResult] = field(default_factory=list)
     events: list[StepEvents] = field(default_factory=list)
-    kept: dict[bytes, list[bytes | None]] = field(default_factory=dict)
-    """Contents of evicted cached blocks, like those of a store outside of the pool."""
+    kept: dict[ContentKey, list[Block]] = field(default_factory=dict)
+    """Contents of cached blocks by hash and group, like those of a store outside of the pool."""
+    filled: set[int] = field(default_factory=set)
+    """Blocks that were filled since the last step."""
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
@@ -145,6 +219,7 @@ class Loop:
                 job.reads_cache,
                 job.allows_forced,
                 job.sibling_of,
+                job.snapshots,
                 job.is_bulk,
             )
         )
@@ -173,18 +248,48 @@ class Loop:
 
     def keep(self, hashes: Sequence[bytes]) -> None:
         """Copy the blocks of a chain from the device."""
-        for block_hash, block in zip(hashes, self.scheduler.cached_blocks(hashes), strict=True):
-            if block is not None:
-                content = list(self.model.device[block])
-                assert self.kept.setdefault(block_hash, content) == content, "one hash, two contents"
+        for group in range(len(self.config.groups)):
+            for block_hash, blocks in zip(hashes, self.scheduler.cached_blocks(hashes, group), strict=True):
+                if blocks:
+                    content = [list(self.model.device[block]) for block in blocks]
+                    key = content_key(block_hash, group)
+                    assert self.kept.setdefault(key, content) == content, "one hash, two contents"
 
     def fill(self, hashes: Sequence[bytes]) -> int:
-        """Restore the stored blocks of a chain up to the first missing one; returns the number of restored blocks."""
+        """Restore the stored blocks of a chain up to the first missing one, and in the other groups those before its
+        end up to the first missing one; returns the number of restored columns."""
         known = list(takewhile(self.kept.__contains__, hashes))
-        given = self.scheduler.fill(known)
-        for place, block in given:
-            self.model.device[block] = list(self.kept[known[place]])
+        count = self._fill(known, 0, 0)
+        for group in range(1, len(self.config.groups)):
+            end = len(known)
+            while end and content_key(known[end - 1], group) not in self.kept:
+                end -= 1
+            start = end
+            while start and content_key(known[start - 1], group) in self.kept:
+                start -= 1
+            count += self._fill(known[:end], start, group)
+        return count
+
+    def _fill(self, hashes: Sequence[bytes], start: int, group: int) -> int:
+        given = self.scheduler.fill(hashes, start, group)
+        for place, blocks in given:
+            for block, content in zip(blocks, self.kept[content_key(hashes[place], group)], strict=True):
+                self.model.device[block] = list(content)
+                self.filled.add(block)
         return len(given)
+
+    def _execute_moves(self, plan: StepPlan) -> None:
+        """Make the moves. Blocks that were evicted to be filled keep their content."""
+        filled = {block: list(self.model.device[block]) for block in plan.evicted if block in self.filled}
+        self.model.move(plan)
+        for block, content in filled.items():
+            self.model.device[block] = content
+        self.filled.clear()
+
+    def _clear_free(self) -> None:
+        """Remove the content of all free blocks."""
+        kv = self.scheduler.state().kv
+        self.model.clear(kv.free, kv.free_on_host)
 
     def step(self) -> StepPlan:
         """Run one step; a plan without rows is only returned."""
@@ -192,7 +297,7 @@ class Loop:
         if not plan.has_work:
             return plan
         self.check_plan(plan)
-        self.model.move(plan)
+        self._execute_moves(plan)
         tokens = {seq_id: served.tokens for seq_id, served in self.served.items()}
         seen = self.model.forward(plan, tokens, {seq_id: s.num_prompt for seq_id, s in self.served.items()})
         self.commit(plan, seen)
@@ -203,12 +308,14 @@ class Loop:
         plan = self.scheduler.schedule(self.explain)
         if plan.has_work:
             if moved:
-                self.model.move(plan)
+                self._execute_moves(plan)
                 if ran:
                     tokens = {seq_id: [-1] * len(served.tokens) for seq_id, served in self.served.items()}
                     self.model.forward(plan, tokens, {seq_id: s.num_prompt for seq_id, s in self.served.items()})
+            self.filled.clear()
             self.scheduler.fail(plan)
             self.scheduler.check()
+            self._clear_free()
         return plan
 
     def commit(self, plan: StepPlan, seen: Iterable[bytes]) -> None:
@@ -231,6 +338,7 @@ class Loop:
         self.results.append(result)
         self.events.append(events)
         self.scheduler.check()
+        self._clear_free()
 
     def run(self, max_steps: int = 5000) -> None:
         """Run until all requests have ended."""
@@ -281,11 +389,12 @@ def alone(job: Job, config: SchedulerConfig, *, can_stop: bool = True, forces: b
     """Answer of a request alone in a large pool."""
     roomy = SchedulerConfig(
         block_size=config.block_size,
-        num_blocks=64,
+        num_blocks=64 * len(config.groups),
         max_model_len=config.max_model_len,
         max_num_batched_tokens=1024,
         max_chunk_tokens=1024,
         max_forced_tokens=config.max_forced_tokens,
+        groups=config.groups,
     )
     loop = Loop(roomy, can_stop, forces)
     seq_id = loop.add(Job(job.prompt, job.max_output, allows_forced=job.allows_forced))

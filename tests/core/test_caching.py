@@ -132,7 +132,7 @@ def test_an_answer_is_named_up_to_the_blocks_that_are_computed_when_it_ends() ->
     assert core.stats().num_cached_blocks == 0
     core.abort(0)
     core.check()
-    assert core.cached_blocks(block_hashes(b"test", turn, 4)) == (1, 2, None, None)
+    assert core.cached_blocks(block_hashes(b"test", turn, 4)) == ((1,), (2,), (), ())
 
 
 def test_the_device_blocks_of_an_ended_preempted_sequence_stay_cached() -> None:
@@ -145,8 +145,8 @@ def test_the_device_blocks_of_an_ended_preempted_sequence_stay_cached() -> None:
     core.abort(1)
     core.check()
     held = core.cached_blocks(block_hashes(b"test", [2] * 20, 4))
-    assert held[0] is not None
-    assert held[-1] is None
+    assert held[0]
+    assert not held[-1]
     run(core)
 
 
@@ -291,7 +291,7 @@ def test_pinned_prompts_are_evicted_last_and_sweeping_frees_them() -> None:
     core.pin(session.block_hashes)
     core.add(prompt([2] * 9, 1))
     run(core)
-    assert core.cached_blocks(session.block_hashes) == (1, 2)
+    assert core.cached_blocks(session.block_hashes) == ((1,), (2,))
     core.add(Request(12, 1))
     plan = step(core)
     assert len(plan.evicted) == 1
@@ -299,7 +299,7 @@ def test_pinned_prompts_are_evicted_last_and_sweeping_frees_them() -> None:
     assert rows(step(core)) == [(3, 8, 1)]
     core.check()
     assert core.sweep(session.block_hashes) == (2, 1)
-    assert core.cached_blocks(session.block_hashes) == (None, None)
+    assert core.cached_blocks(session.block_hashes) == ((), ())
     core.check()
     assert core.sweep(block_hashes(b"never seen", [0] * 4, 4)) == ()
 
@@ -320,7 +320,7 @@ def test_sweeping_keeps_blocks_that_are_held_or_pinned() -> None:
 def test_a_restored_chain_is_hit_like_a_computed_one() -> None:
     core = scheduler(num_blocks=6)
     request = prompt([1] * 17, 1)
-    assert core.fill(request.block_hashes[:3]) == ((0, 1), (1, 2), (2, 3))
+    assert core.fill(request.block_hashes[:3]) == ((0, (1,)), (1, (2,)), (2, (3,)))
     core.check()
     core.add(request)
     assert rows(step(core)) == [(0, 12, 5)]
@@ -337,11 +337,11 @@ def test_a_restored_chain_evicts_others_first_and_never_itself() -> None:
     run(core)
     core.pin(prompt([2] * 5).block_hashes)
     cached = core.cached_blocks(chain)
-    assert [block is not None for block in cached] == [True, True, False, False, False, False]
+    assert [bool(blocks) for blocks in cached] == [True, True, False, False, False, False]
     assert [place for place, _ in core.fill(chain)] == [2, 3, 4, 5]
     assert core.cached_blocks(chain)[:2] == cached[:2]
-    assert core.cached_blocks(prompt([2] * 5).block_hashes) == (None,)
-    assert core.cached_blocks(prompt([3] * 5).block_hashes) == (None,)
+    assert core.cached_blocks(prompt([2] * 5).block_hashes) == ((),)
+    assert core.cached_blocks(prompt([3] * 5).block_hashes) == ((),)
     core.check()
     core.add(prompt([1] * 8, 1))
     plan = step(core)
@@ -353,13 +353,13 @@ def test_fill_uses_only_blocks_without_a_holder() -> None:
     core.add(prompt([9] * 9, 4))
     step(core)
     chain = prompt([1] * 17).block_hashes
-    assert core.fill(chain) == ((0, 4),)
+    assert core.fill(chain) == ((0, (4,)),)
     assert core.fill(chain) == ()
     core.reset_prefix_cache()
-    assert core.fill(chain, 1) == ((1, 4),), "the first content is not at hand any more"
+    assert core.fill(chain, 1) == ((1, (4,)),), "the first content is not at hand any more"
     core.reset_prefix_cache()
-    assert core.fill(chain) == ((0, 4),)
-    assert core.cached_blocks(chain) == (4, None, None, None)
+    assert core.fill(chain) == ((0, (4,)),)
+    assert core.cached_blocks(chain) == ((4,), (), (), ())
     run(core)
     core.check()
 

@@ -62,7 +62,7 @@ def test_each_command_is_reported_with_the_step_before_which_it_takes_effect() -
         ("aborted", 1, FinishReason.DEADLINE, 2, False),
         ("pinned", request.block_hashes, 2),
         ("unpinned", request.block_hashes, 2),
-        ("filled", request.block_hashes, 0, 2),
+        ("filled", request.block_hashes, 0, 0, 2),
         ("reset", 2),
     ]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.core.kv import KVCache, choose_tails
+from lockstep.core.kv import NO_HITS, KVCache
 from lockstep.core.sequence import Sequence
+from lockstep.core.victims import choose_tails
 from tests.core.drive import config, prompt
 
 
@@ -16,7 +17,7 @@ def kv_of(**limits: Any) -> KVCache:
 def holder(kv: KVCache, seq_id: int, tokens: int, computed: int | None = None) -> Sequence:
     """A sequence with blocks for its prompt, computed completely or in part."""
     seq = Sequence(seq_id, prompt([seq_id] * tokens), 8, 0)
-    assert kv.hold(seq, (), tokens)
+    assert kv.hold(seq, NO_HITS, tokens)
     seq.num_computed = tokens if computed is None else computed
     return seq
 
@@ -28,7 +29,7 @@ def test_a_tail_moves_to_the_host_and_back_to_other_blocks() -> None:
     assert (seq.table, seq.host_table, seq.num_computed) == ((1, 2), (0, 1), 16)
     assert kv.take_moves() == ((), ((3, 0), (4, 1)), ())
     kv.settle()
-    assert kv.hold(seq, (), 16)
+    assert kv.hold(seq, NO_HITS, 16)
     assert (seq.table, seq.host_table) == ((1, 2, 3, 4), ())
     assert kv.take_moves() == ((), (), ((0, 3), (1, 4)))
     assert kv.resumed == [seq]
@@ -46,7 +47,7 @@ def test_a_host_block_that_a_plan_reads_is_not_written_by_the_same_plan() -> Non
     kv.take_tail(back, 2)
     kv.settle()
     kv.take_moves()
-    assert kv.hold(back, (), 8)
+    assert kv.hold(back, NO_HITS, 8)
     kv.take_tail(robbed, 1)
     moves = kv.take_moves()
     assert [host for host, _ in moves.swap_in] == [0, 1]
@@ -80,10 +81,10 @@ def test_hits_start_only_at_block_borders() -> None:
     kv = kv_of(num_blocks=20)
     first, second = holder(kv, 1, 16), holder(kv, 1, 16, computed=6)
     kv.publish(first, 16)
-    kv.drop_unwritten(second)
-    assert kv.hits(second) == ()
+    kv.fail([second])
+    assert kv.hits(second) == NO_HITS
     second.num_computed = 8
-    assert kv.hits(second) == (3,)
+    assert kv.hits(second).blocks == (3,)
 
 
 def test_shared_blocks_stay_in_place_and_later_ones_are_dropped() -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 
 from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.groups import KVGroup
 from lockstep.core.policy import DecodeOrder, SchedulerConfig
 from lockstep.core.prefix import block_hashes
 from lockstep.core.step import StepPlan
@@ -49,6 +50,25 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         priority_aging_steps=rng.choice([0, 3]),
         decode_order=DECODE_ORDERS[(block_size + num_seqs) % 3],  # nothing is drawn, so that seeds stay what they are
     )
+
+
+def random_groups(rng: random.Random, block_size: int, chunking: bool) -> tuple[KVGroup, ...]:
+    """One to three groups: windows that are no multiples of a block, and states."""
+    others = []
+    for _ in range(rng.randint(1, 2)):
+        if others and others[0].is_state or rng.random() < 0.5:
+            others.append(KVGroup(rng.randint(1, 2), window=rng.randint(1, 3 * block_size + 2)))
+        else:
+            interval = block_size * rng.randint(1, 4)
+            others.append(KVGroup(rng.randint(1, 3), is_state=True, snapshot_interval=interval))
+    return (KVGroup(), *others)
+
+
+def with_groups(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
+    """The same config for a model with several groups, with a pool in which the longest request barely fits."""
+    several = replace(config, groups=random_groups(rng, config.block_size, config.chunking))
+    least = several.blocks_for(MAX_LEN) + several.other_blocks(MAX_LEN)
+    return replace(several, num_blocks=least + rng.choice([0, 1, 3, 10, 30]), num_host_blocks=rng.choice([0, 9, 50]))
 
 
 def random_job(rng: random.Random, prefixes: list[tuple[int, ...]], newest: int | None) -> Job:
@@ -92,12 +112,22 @@ def drive(loop: Loop, rng: random.Random) -> set[int]:
     return aborted
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_every_schedule_of_several_groups_gives_each_request_the_tokens_of_a_run_alone(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    check_drive(with_groups(random_config(rng), rng), rng)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_schedule_gives_each_request_the_tokens_of_a_run_alone(seed: int) -> None:
     """Also if prompts continue answers with cached blocks."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    config = random_config(rng)
+    check_drive(random_config(rng), rng)
+
+
+def check_drive(config: SchedulerConfig, rng: random.Random) -> None:
     loop = Loop(config)
     aborted = drive(loop, rng)
     for seq_id, job in loop.jobs.items():

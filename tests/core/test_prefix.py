@@ -65,12 +65,12 @@ def test_the_first_block_of_a_content_is_the_cached_one() -> None:
     cache.publish([1], [b"h"])
     cache.publish([2], [b"h"])
     cache.publish([1], [b"other"])
-    assert cache.find(b"h") == 1
-    assert cache.find(b"other") is None
+    assert cache.find(b"h") == (1,)
+    assert cache.find(b"other") == ()
     assert dict(cache.blocks) == {1: b"h"}
     cache.forget(1)
     cache.publish([2], [b"h"])
-    assert cache.find(b"h") == 2
+    assert cache.find(b"h") == (2,)
     assert len(cache) == 1
     cache.check()
 

@@ -15,6 +15,7 @@ from lockstep.core.blocks import BlockPool, HostPool
 from lockstep.core.decode_shares import DecodeShares
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.kv import KVCache
+from lockstep.core.other_groups import OtherGroups
 from lockstep.core.planner import StepPlanner
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import PrefixCache
@@ -55,10 +56,11 @@ KEPT: dict[type[Any], set[str]] = {
 FOLLOWS: dict[type[Any], set[str]] = {
     Scheduler: {"config", "_kv", "_ledger", "_queue", "_running"},
     Fingerprint: {"_ids", "_ends", "_tables", "_samples", "_num_sampled"},
-    KVCache: {"_config", "_block_size", "pool", "host", "prefix"},
+    KVCache: {"_config", "_block_size", "pool", "host", "prefix", "others"},
+    OtherGroups: {"_config", "_block_size", "_groups", "_pool", "_prefix", "nothing", "_interval", "_keeps_answers"},
     BlockPool: {"num_blocks", "_refs"},
     HostPool: {"num_blocks"},
-    PrefixCache: {"_block_of", "_pinned"},
+    PrefixCache: {"_block_of", "_further", "_pinned"},
     TenantLedger: {"_max_tenants", "_unfinished"},
     WaitingQueue: {"_config", "_ledger", "_lines", "num_tokens", "num_bulk", "_size"},
     RunningLists: {"prefilling", "decoding", "preempted"},
@@ -270,7 +272,7 @@ def test_the_declared_state_has_the_declared_version() -> None:
         for kind in (SchedulerState, KVState, SavedSequence, FingerprintState, Counters, StepPlan, Request)
     ]
     digest = blake2b(repr(made_of).encode(), digest_size=8).hexdigest()
-    assert (STATE_VERSION, digest) == (4, "a934016eca4eaeb0")
+    assert (STATE_VERSION, digest) == (5, "76fa999ce939be15")
 
 
 @needs_interpreted

@@ -70,6 +70,8 @@ class StepPlanner:
             builder.give_back(kept)
             self._advance_prompts(builder, is_bulk=True)
             self._admit(builder, is_bulk=True)
+        if builder.left_out and spare and self._kv.others:
+            self._pass_on(builder, spare)
         return builder
 
     def _has_bulk(self) -> bool:
@@ -184,7 +186,22 @@ class StepPlanner:
         if self._explain is not None:
             self._note_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
         length = builder.chunk_length(seq, seq.num_computed)
-        return length > 0 and self._hold_by_force(builder, seq, seq.num_computed + length) and builder.add_prompt(seq)
+        if length == 0 or not self._hold_by_force(builder, seq, seq.num_computed + length):
+            return False
+        builder.add_prompt(seq, length)
+        return True
+
+    def _pass_on(self, builder: StepBuilder, spare: list[Sequence]) -> None:
+        """Give slots to sample to sequences that lacked one, since a prompt for which a slot was reserved may not have
+        got the blocks of its chunk. A model with one KV group gives a prompt all blocks at admission."""
+        late = [seq for seq in spare if seq.state is SequenceState.RUNNING and seq not in builder.seqs]
+        for seq in late:
+            length = seq.segment_length(seq.num_computed)
+            if seq.prompt_left > 0:
+                self._add_prompt(builder, seq)
+            elif builder.reserve_output(length):
+                self._grow(builder, [(seq, length)], [])
+        self.shares.charge([seq for seq in late if seq.prompt_left <= 0 and seq in builder.seqs], spare[0], builder.step)
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
 
@@ -327,15 +344,15 @@ class StepPlanner:
         """
         hits = self._kv.hits(seq)
         start = len(hits.blocks) * self._config.block_size
-        seq.stops = self._kv.stops(seq, hits)
         if not builder.chunk_length(seq, start) and not builder.lacks_only_a_turn(seq, start):
             builder.is_budget_short = True
             self._note_all([seq], builder.limits_on_prompt(seq, start) if self._explain else ())
             return False
-        positions = seq.max_known if self._reserves else seq.num_prompt
+        positions, stops = seq.max_known if self._reserves else seq.num_prompt, self._kv.stops(seq, hits)
         if not (self._is_promised(seq) and self._kv.hold(seq, hits, positions)):
             self._note_blocks(seq, self._kv.num_needed(seq, hits, positions))
             return False
+        seq.stops = stops
         seq.num_published = len(hits.blocks)
         seq.num_cached_tokens = start
         seq.admitted_step = builder.step

@@ -127,11 +127,8 @@ class StepBuilder:
             return prompt_chunk(left, room, may_end)
         return left if may_end and room >= left else 0
 
-    def add_prompt(self, seq: Sequence) -> bool:
-        """Add a row for the next chunk of a prompt, if there is one."""
-        length = self.chunk_length(seq, seq.num_computed)
-        if length == 0:
-            return False
+    def add_prompt(self, seq: Sequence, length: int) -> None:
+        """Add a row for the next chunk of a prompt."""
         self.num_width -= seq.num_computed + length == seq.num_known
         self.num_places -= 1
         self.num_tokens -= length
@@ -139,7 +136,6 @@ class StepBuilder:
         self.num_prompt_tokens += length
         self.seqs.append(seq)
         self.lengths.append(length)
-        return True
 
     # -- explaining ---------------------------------------------------------------------------------------------------
 
