@@ -140,7 +140,9 @@ class OracleModel:
                 assert block not in plan.tables[row]
         for row, chunk in enumerate(plan.chunks()):
             others = plan.other_tables[row] if plan.other_tables else ()
-            read = [table if group.is_state else table[1:] for group, table in zip(self.groups[1:], others, strict=True)]
+            read = [
+                table if group.is_state else table[1:] for group, table in zip(self.groups[1:], others, strict=True)
+            ]
             for block in chunk.table + tuple([block for table in read for block in table]):
                 assert written.get(block, chunk.seq_id) == chunk.seq_id, "a shared block is written"
 

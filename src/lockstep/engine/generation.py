@@ -347,8 +347,9 @@ class LiveRequest:
 
     def borders(self, block_size: int) -> tuple[int, ...]:
         """Numbers of blocks after which the session's next request may continue: before the answer's beginning, since
-        templates may write it differently then, and at the answer's end."""
-        ends = (*[position // block_size for position in self.core_request.snapshots[-1:]], len(self.kept_hashes))
+        templates may write it differently then, after the prompt, and at the answer's end."""
+        positions = (*self.core_request.snapshots[-1:], len(self.prompt_ids))
+        ends = (*[position // block_size for position in positions], len(self.kept_hashes))
         return tuple([end for end in dict.fromkeys(ends) if end])
 
     def core_request_of(self, first: int | None) -> Request:

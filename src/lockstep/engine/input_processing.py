@@ -83,8 +83,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
 def _snapshots(config: SchedulerConfig, request: GenerationRequest, num_prompt_tokens: int) -> tuple[int, ...]:
     """Positions after which states are worth keeping: the last block border with which the next turn begins as well."""
     position = request.num_lasting_tokens // config.block_size * config.block_size
-    has_states = any(group.is_state for group in config.groups)
-    return (position,) if has_states and 0 < position < num_prompt_tokens else ()
+    return (position,) if len(config.groups) > 1 and 0 < position < num_prompt_tokens else ()
 
 
 def check_request(request: GenerationRequest, vocab_size: int) -> None:

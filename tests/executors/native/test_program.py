@@ -25,7 +25,9 @@ ATTENTION = "attention"
 
 def program_of(shape: Shape, encoding: str = "F32", **changes: object) -> Program:
     """The program of one layer of a random model."""
-    artifact = random_artifact(replace(shape, num_layers=1, mixers=(), windows=shape.windows[:1], unrotated_layers=()), encoding)
+    artifact = random_artifact(
+        replace(shape, num_layers=1, mixers=(), windows=shape.windows[:1], unrotated_layers=()), encoding
+    )
     config: ModelConfig = replace(artifact.config, **changes)  # type: ignore[arg-type]  # fields by name
     weights: ModelWeights = load_weights(artifact, library(), None, None, 0, lambda stage, share: None)
     half = (config.head_dim if config.rotary_dim is None else config.rotary_dim) // 2
