@@ -159,6 +159,7 @@ class Added(EntryStruct, _WithContents, frozen=True, tag=6):
             reads_cache=request.reads_cache,
             allows_forced=request.allows_forced,
             sibling_of=request.sibling_of,
+            snapshots=request.snapshots,
             is_bulk=request.is_bulk,
         )
         return cls(engine, step, seq_id, bare, tenant, runs_of(contents))
