@@ -165,6 +165,19 @@ def test_documents_are_cut_to_their_first_tokens(server: ServerProcess, model: s
     assert alone[1] != scores[2]
 
 
+def test_an_embedder_scores_with_its_prompt_for_queries(server: ServerProcess, tmp_path: Path) -> None:
+    documents = [QUERY, *DOCUMENTS]
+    with LLM(str(write_embedder(tmp_path / "embedder"))) as llm:
+        expected = llm.score(QUERY, documents)
+        [query], others = llm.embed(QUERY, prompt_name="query"), llm.embed(documents, prompt_name="")
+    assert np.allclose(expected, others @ query, atol=1e-6)
+    assert expected[0] < 0.9999, "the query has a prompt and the same text as a document has none"
+    _, scored = post(server, SCORE, {"model": "embedder", "text_1": QUERY, "text_2": documents})
+    assert [each["score"] for each in scored["data"]] == expected
+    _, ranked = post(server, RERANK, {"model": "embedder", "query": QUERY, "documents": documents})
+    assert {each["index"]: each["relevance_score"] for each in ranked["results"]} == dict(enumerate(expected))
+
+
 def test_ollama_embeds_with_an_embedder_and_refuses_a_reranker(server: ServerProcess) -> None:
     _, expected = post(server, EMBED, {"model": "embedder", "input": ["hi", "ho"]})
     status, answer = post(server, "/api/embed", {"model": "embedder:latest", "input": ["hi", "ho"]})

@@ -136,13 +136,26 @@ def _tokenised_text(
 ) -> GenerationRequest:
     """Tokenise the text, or the pair of texts, of an embedding request. If it is cut, its beginning is kept, with the
     special tokens around it, as sentence-transformers does."""
-    if request.document is None and (before := tokenizer.prompt_text(request.prompt_name)):
+    if request.document is None and (before := _prompt_before(tokenizer, request)):
         tokenizer.check_content(text)
         text = before + text
     ids = tokenizer.encode_text(
         text, request.document, most=max_model_len - 1, num_kept=_num_kept(max_model_len, request)
     )
-    return replace(request, prompt=tuple(ids), document=None, prompt_name=None, truncate_prompt_tokens=None)
+    return replace(
+        request, prompt=tuple(ids), document=None, prompt_name=None, text_role=None, truncate_prompt_tokens=None
+    )
+
+
+def _prompt_before(tokenizer: Tokenizer, request: GenerationRequest) -> str:
+    """The model's prompt for the text of an embedding request; empty: none.
+
+    In a score, the prompts are those of sentence-transformers' ``encode_query`` and ``encode_document``: the prompt that
+    is named like the text's role, and never the default prompt.
+    """
+    if request.text_role is None:
+        return tokenizer.prompt_text(request.prompt_name)
+    return tokenizer.parts.prompts.get(request.text_role, "")
 
 
 def _cut_document(

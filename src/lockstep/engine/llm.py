@@ -23,7 +23,7 @@ from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.outputs import RequestOutput, TokenOutput
-from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.engine.request import Conversation, GenerationRequest, TextRole
 from lockstep.engine.scoring import cosine, cut, no_scores, pair_score
 from lockstep.errors import ConfigError, RequestFailedError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
@@ -147,7 +147,8 @@ class LLM:
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
-        """Score how relevant each document is to a query: 0 to 1, or the cosine of an embedding model.
+        """Score how relevant each document is to a query: 0 to 1, or the cosine of an embedding model, whose prompts
+        ``query`` and ``document`` are put before the texts.
 
         Args:
             instruction: what relevance means, for a reranker that reads one; None: its default.
@@ -163,7 +164,14 @@ class LLM:
         if scoring is None:
             raise no_scores(model.name)
         if scoring == "cosine":
-            first, *others = self.embed([query, *documents], truncate_prompt_tokens=truncate_prompt_tokens)
+            roles: list[tuple[str, TextRole]] = [(query, "query"), *((each, "document") for each in documents)]
+            texts = [
+                GenerationRequest(
+                    text, pooling="model", text_role=role, truncate_prompt_tokens=truncate_prompt_tokens
+                )
+                for text, role in roles
+            ]
+            first, *others = map(_vector, self._run(texts))
             return [cosine(first, other) for other in others]
         calls = [
             GenerationRequest(
