@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lockstep import LLM
-from lockstep.errors import InvalidParameterError
+from lockstep import LLM, EngineOptions, LoadOptions
+from lockstep.errors import InvalidParameterError, PromptTooLongError, RequestError
 from tests.server.encoders import serving_encoders
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tools.random_vector_models import CONTEXT, SIZE, write_answering_reranker, write_embedder, write_reranker
@@ -263,9 +263,63 @@ def test_a_reranker_that_answers_gives_only_scores(tmp_path: Path) -> None:
         assert refused(running, "/v1/chat/completions", {"messages": SAID})["param"] == "model"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "num_tokens"),
+    [
+        (EMBED, {"model": "embedder", "input": ["a", LONG]}, "input[1]", CONTEXT + 3),
+        (EMBED, {"model": "embedder", "input": [5] * (CONTEXT + 1)}, "input", CONTEXT + 1),
+        (EMBED, {"model": "embedder", "input": LONG * 1_000}, "input", (CONTEXT + 1) * 1_000 + 2),
+        (EMBED, {"model": "chat", "input": [5] * 9_000}, "input", 9_000),
+        (RERANK, {"model": "embedder", "query": LONG, "documents": ["a"]}, "query", CONTEXT + 9),
+        (SCORE, {"model": "embedder", "text_1": "a", "text_2": ["b", LONG]}, "text_2[1]", CONTEXT + 3),
+        (SCORE, {"model": "reranker", "text_1": "a", "text_2": ["b", LONG]}, "text_2[1]", CONTEXT + 5),
+    ],
+)
+def test_a_text_that_is_too_long_is_named_with_its_tokens_and_with_what_cuts_it(
+    server: ServerProcess, path: str, body: Mapping[str, object], param: str, num_tokens: int
+) -> None:
+    error = refused(server, path, body)
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    most = 2_047 if body["model"] == "chat" else CONTEXT
+    assert re.search(rf"\b{num_tokens} tokens.* {most};.*truncate_prompt_tokens", error["message"])
+    assert "output" not in error["message"]
+    assert post(server, path, {**body, "truncate_prompt_tokens": -1})[0] == 200
+
+
+def test_a_small_pool_limits_the_texts_of_an_encoder_in_tokens(tmp_path: Path) -> None:
+    with LLM(str(write_embedder(tmp_path / "embedder")), LoadOptions(EngineOptions(num_blocks=1))) as llm:
+        geometry = llm.model.executor.geometry
+        most = geometry.block_size // geometry.num_stages
+        assert most < CONTEXT
+        with pytest.raises(PromptTooLongError, match=f"has {most + 1} tokens, but the model takes {most};"):
+            llm.embed([5] * (most + 1))
+        assert llm.embed(LONG, truncate_prompt_tokens=-1).shape == llm.embed([5] * most).shape
+
+
+def test_python_calls_name_the_text_that_is_refused(tmp_path: Path) -> None:
+    calls: list[tuple[Callable[[LLM], object], str]] = [
+        (lambda llm: llm.embed(LONG), "prompts"),
+        (lambda llm: llm.embed([[5], [5] * (CONTEXT + 1)]), "prompts[1]"),
+        (lambda llm: llm.embed([]), "prompts"),
+        (lambda llm: llm.score("", DOCUMENTS), "query"),
+        (lambda llm: llm.score("a", ["b", LONG]), "documents[1]"),
+        (lambda llm: llm.score("a", "b"), "documents"),
+        (lambda llm: llm.score("a", ["b"], instruction="judge"), "instruction"),
+    ]
+    with LLM(str(write_embedder(tmp_path / "embedder"))) as llm:
+        for call, param in calls:
+            with pytest.raises(RequestError) as caught:
+                call(llm)
+            assert caught.value.param == param
+        assert llm.score("a", []) == []
+
+
 def test_python_calls_are_refused_in_the_same_way(tmp_path: Path) -> None:
     with LLM(str(write_reranker(tmp_path / "reranker"))) as llm:
         assert len(llm.score(QUERY, DOCUMENTS)) == 3
+        with pytest.raises(PromptTooLongError) as caught:
+            llm.score(QUERY, ["a", LONG])
+        assert caught.value.param == "documents[1]"
         for prompt in ("hi", [5, 6]):
             with pytest.raises(InvalidParameterError, match="gives no embeddings"):
                 llm.embed(prompt)

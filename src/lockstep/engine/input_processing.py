@@ -14,10 +14,10 @@ from lockstep.core.request import Request
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.output_rules import Runs
-from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.engine.scoring import check_task, pair_request
-from lockstep.engine.tokenizer import Tokenizer, too_many_tokens
-from lockstep.errors import InvalidParameterError
+from lockstep.engine.tokenizer import Texts, Tokenizer, too_many_tokens
+from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.executors.sampling_params import SamplingParams, check_logprobs
 
 MAX_SHOWN_SPECIALS = 64
@@ -79,6 +79,15 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     )
 
 
+def with_input_name(error: RequestError, where: str, prompt: Prompt) -> RequestError:
+    """Add the name of an input, such as ``input[3]``, to an error about its prompt. Other errors concern the whole
+    request and are unchanged."""
+    if error.param == "prompt":
+        text = "the text is empty" if prompt == "" else str(error)
+        error.args, error.param = (f"{where}: {text}",), where
+    return error
+
+
 def check_request(request: GenerationRequest, vocab_size: int) -> None:
     """Admit a request by everything that can be judged without its tokens: parameters, deadlines, session and labels.
 
@@ -105,6 +114,7 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
     """
     prompt, reasoning = request.prompt, request.reasoning
     most = max_model_len - 1 if request.truncate_prompt_tokens is None else None
+    kind: Texts | None = "pair" if request.logit_ids else "text" if request.pooling is not None else None
     if isinstance(prompt, Conversation):
         if prompt.reasoning not in REASONING:
             raise InvalidParameterError.of("reasoning", prompt.reasoning, f"one of {', '.join(REASONING)}")
@@ -114,6 +124,7 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final=prompt.continue_final,
             most=most,
+            kind=kind,
         )
         reasoning = tokenizer.reasoning_after(ids) if prompt.reasoning == "auto" else None
         if request.logit_ids and most is None:
@@ -121,9 +132,9 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
     elif isinstance(prompt, str) and request.pooling is not None:
         return _tokenised_text(tokenizer, max_model_len, request, prompt)
     else:
-        ids = tokenizer.encode(prompt, most=most) if isinstance(prompt, str) else prompt
+        ids = tokenizer.encode(prompt, most=most, kind=kind) if isinstance(prompt, str) else prompt
     if most is not None and len(ids) > most:
-        raise too_many_tokens(len(ids), most)
+        raise too_many_tokens(len(ids), most, kind)
     if (num_kept := _num_kept(max_model_len, request)) is not None:
         ids = ids[:num_kept] if request.pooling is not None else ids[-num_kept:]
     elif ids is prompt:  # tokenised before, by the server
@@ -150,8 +161,8 @@ def _tokenised_text(
 def _prompt_before(tokenizer: Tokenizer, request: GenerationRequest) -> str:
     """The model's prompt for the text of an embedding request; empty: none.
 
-    In a score, the prompts are those of sentence-transformers' ``encode_query`` and ``encode_document``: the prompt that
-    is named like the text's role, and never the default prompt.
+    In a score, the prompts are those of sentence-transformers' ``encode_query`` and ``encode_document``: the prompt
+    that is named like the text's role, and never the default prompt.
     """
     if request.text_role is None:
         return tokenizer.prompt_text(request.prompt_name)

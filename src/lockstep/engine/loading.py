@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import EmbeddingConfig, TokenizerParts
 from lockstep.artifacts.task import Task
-from lockstep.core.policy import SchedulerConfig
+from lockstep.core.policy import SchedulerConfig, positions_that_fit
 from lockstep.engine.options import LoadOptions, Progress, plan_config
 from lockstep.engine.scoring import Scoring, scoring_of
 from lockstep.engine.tokenizer import Tokenizer
@@ -64,10 +64,14 @@ class LoadedModel:
         return scoring_of(self.task, self.executor.geometry.num_stages)
 
     def text_limit(self, config: SchedulerConfig) -> int:
-        """Maximum tokens of prompt and output together."""
-        limit = self.executor.geometry.text_limit(config.max_model_len)
+        """Maximum tokens of prompt and output together; without text as the answer, of what the pool holds at once."""
+        geometry = self.executor.geometry
+        limit = geometry.text_limit(config.max_model_len)
+        if self.task == "generate":
+            return limit
+        limit = min(limit, geometry.text_limit(positions_that_fit(config)))
         longest = self.embedding.max_tokens
-        return limit if longest is None or self.task == "generate" else min(limit, longest + 1)
+        return limit if longest is None else min(limit, longest + 1)
 
     def close(self) -> None:
         self.executor.close()

@@ -1,7 +1,7 @@
 """Scores of texts: serves `POST /v1/rerank` in the form of Jina and Cohere, and `POST /v1/score` in that of vLLM.
 
-A reranker scores each pair with one engine call. With an embedding model, each text is embedded once in each role, and a score
-is the cosine of two vectors.
+A reranker scores each pair with one engine call. With an embedding model, each text is embedded once in each
+role, and a score is the cosine of two vectors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.responses import Response
 from lockstep.cluster.cluster import Cluster
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import TextRole
-from lockstep.engine.scoring import cosine, no_scores, pair_score
+from lockstep.engine.scoring import cosine, no_instruction, no_scores, pair_score
 from lockstep.errors import InvalidParameterError
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.dialect import RerankErrorBody
@@ -251,7 +251,7 @@ async def _cosines(
     request: Request, body: ScoringBody, pairs: Sequence[Pair], max_document_tokens: int | None
 ) -> tuple[list[float], Sequence[RequestOutput]]:
     if body.instruction is not None:
-        raise InvalidParameterError("an embedding model takes no instruction", param="instruction")
+        raise no_instruction(serving_of(request).cluster.card(body.model).name)
     names: dict[tuple[TextRole, str], str] = {}
     """Name of each text in the request, by its role and the text."""
     for pair in pairs:
