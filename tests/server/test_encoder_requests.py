@@ -227,6 +227,24 @@ def test_the_log_and_the_metrics_have_the_model_and_its_prompt_tokens(server: Se
     assert f"prompt_tokens={num_tokens} " in logged[-1]
 
 
+def test_the_metrics_have_the_pool_of_an_encoder_in_the_tokens_of_the_cluster_tables(server: ServerProcess) -> None:
+    with server.client() as http:
+        page = http.get("/metrics").text
+        replicas = http.get("/v1/cluster").json()["replicas"]
+    engines = {model: replica["engine"] for replica in replicas for model in replica["models"]}
+    assert engines.keys() == {"embedder", "reranker", "chat"}
+    for model, engine in engines.items():
+        [line] = [
+            line
+            for line in page.splitlines()
+            if line.startswith("lockstep:cache_config_info{") and f'model_name="{model}"' in line
+        ]
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+        assert int(labels["num_gpu_blocks"]) * int(labels["block_size"]) == engine["kv_tokens"]
+        assert int(labels["max_model_len"]) == engine["max_model_len"]
+        assert (labels["enable_prefix_caching"] == "False") == (model != "chat") == engine["is_encoder"]
+
+
 def test_conversations_are_routed_by_an_embedder_without_a_chat_template(tmp_path: Path) -> None:
     write_embedder(tmp_path / "embedder")
     (tmp_path / "manifest.yaml").write_text(ROUTED.format(folder=tmp_path))
