@@ -134,6 +134,11 @@ def test_a_model_of_text_answers_one_text(run: Run) -> None:
             "--truncate-prompt-tokens is for models with the task 'embed' or 'rerank'",
         ),
         (("{embedder}", "hi", "--truncate-prompt-tokens", "0"), "truncate_prompt_tokens is 0"),
+        (("{embedder}", "hi", "--task", "generate"), "task is 'generate', but bert is an encoder"),
+        (("{embedder}", "hi", "ho", "--task", "rerank"), "task is 'rerank', but this encoder has no classifier"),
+        (("{reranker}", "hi", "--task", "generate"), "task is 'generate', but bert is an encoder"),
+        (("{reranker}", "", "hi"), "query: the text is empty"),
+        (("{reranker}", "hi", "ho", " "), "documents[1]: the text is blank"),
         (("stub://alpha", "--json"), "--json requires a prompt"),
     ],
 )

@@ -335,9 +335,14 @@ def test_python_calls_name_the_text_that_is_refused(tmp_path: Path) -> None:
 def test_python_calls_are_refused_in_the_same_way(tmp_path: Path) -> None:
     with LLM(str(write_reranker(tmp_path / "reranker"))) as llm:
         assert len(llm.score(QUERY, DOCUMENTS)) == 3
-        with pytest.raises(PromptTooLongError) as caught:
-            llm.score(QUERY, ["a", LONG])
-        assert caught.value.param == "documents[1]"
+        for query, documents, param in (
+            ("a", ["b", LONG], "documents[1]"),
+            ("", ["b"], "query"),
+            ("a", [" "], "documents[0]"),
+        ):
+            with pytest.raises(RequestError) as caught:
+                llm.score(query, documents)
+            assert caught.value.param == param
         for prompt in ("hi", [5, 6]):
             with pytest.raises(InvalidParameterError, match="gives no embeddings"):
                 llm.embed(prompt)

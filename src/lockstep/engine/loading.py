@@ -106,11 +106,15 @@ def load_model(
 
 def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple[LoadedModel, SchedulerConfig]:
     report("open", 0.0)
+    from lockstep.artifacts.embedding import check_encoder_task
     from lockstep.artifacts.source import open_artifact
     from lockstep.executors.native.executor import load_executor
 
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
+    task = options.task or artifact.task
+    if artifact.config.bidirectional:
+        check_encoder_task(artifact.config, task)
     tokenizer = load_tokenizer(artifact.load_tokenizer(), options)
     own = replace(options.executor, cache_dir=cache_dir)
     executor = load_executor(artifact, own, report, tokenizer.separator_id)
@@ -130,7 +134,7 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
         grammars=_grammars(tokenizer, executor),
         sampling_defaults=artifact.sampling_defaults,
         weights_bytes=executor.geometry.weights_bytes,
-        task=options.task or artifact.task,
+        task=task,
         embedding=artifact.embedding or EmbeddingConfig(),
     )
     return loaded, config

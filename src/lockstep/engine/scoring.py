@@ -63,14 +63,17 @@ def score_requests(
         scoring: how it scores pairs.
 
     Raises:
-        InvalidParameterError: the model gives no scores or takes no instruction, or the documents are one text.
+        InvalidParameterError: the model gives no scores or takes no instruction, a text is blank, or the documents are
+            one text.
     """
     if scoring is None:
         raise no_scores(name)
     if isinstance(documents, str):
         raise InvalidParameterError("documents is one text; it must be a list of texts", param="documents")
-    first = GenerationRequest(query, instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens)
     named = [(f"documents[{index}]", document) for index, document in enumerate(documents)]
+    for where, text in (("query", query), *named):
+        check_not_blank(text, where)
+    first = GenerationRequest(query, instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens)
     if scoring != "cosine":
         return [(where, replace(first, document=document)) for where, document in named]
     if instruction is not None:
@@ -87,6 +90,12 @@ def scores_of(scoring: Scoring | None, vectors: Sequence[npt.NDArray[np.float32]
         return [cosine(query, document) for document in documents]
     assert scoring is not None, "the requests were made for a model that gives scores"
     return [pair_score(scoring, vector) for vector in vectors]
+
+
+def check_not_blank(text: str, name: str) -> None:
+    """InvalidParameterError, with the text's name, if a text to score is empty or has only spaces."""
+    if not text.strip():
+        raise InvalidParameterError(f"{name}: the text is {'blank' if text else 'empty'}", param=name)
 
 
 def no_instruction(name: str) -> InvalidParameterError:

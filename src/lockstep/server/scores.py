@@ -20,7 +20,7 @@ from starlette.responses import Response
 from lockstep.cluster.cluster import Cluster
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import TextRole
-from lockstep.engine.scoring import cosine, no_instruction, no_scores, pair_score
+from lockstep.engine.scoring import check_not_blank, cosine, no_instruction, no_scores, pair_score
 from lockstep.errors import InvalidParameterError
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.dialect import RerankErrorBody
@@ -221,7 +221,9 @@ async def _scored(
     card = cluster.card(body.model)
     if card.task in (None, "generate"):
         raise no_scores(card.name)
-    _check_not_empty(pairs)
+    for pair in pairs:
+        check_not_blank(pair.query, pair.query_name)
+        check_not_blank(pair.document, pair.document_name)
     if card.task == "embed":
         return await _cosines(request, body, pairs, max_document_tokens)
     _, outputs = await vector_outputs(
@@ -271,13 +273,6 @@ async def _cosines(
     pairs_of_vectors = [(vectors["query", pair.query], vectors["document", pair.document]) for pair in pairs]
     found = await asyncio.to_thread(lambda: [cosine(*each) for each in pairs_of_vectors])
     return found, outputs
-
-
-def _check_not_empty(pairs: Sequence[Pair]) -> None:
-    for pair in pairs:
-        for text, name in ((pair.query, pair.query_name), (pair.document, pair.document_name)):
-            if not text.strip():
-                raise InvalidParameterError(f"{name}: the text is {'blank' if text else 'empty'}", param=name)
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> ScoreUsage:
