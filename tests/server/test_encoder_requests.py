@@ -113,6 +113,12 @@ def test_a_wrong_request_for_scores_names_its_parameter(
     assert (status, answer["error"]["param"]) == (400, param), answer
 
 
+def test_a_missing_parameter_is_named_with_an_unknown_one(server: ServerProcess) -> None:
+    error = refused(server, RERANK, {"model": "reranker", "query": QUERY, "texts": DOCUMENTS})
+    assert error["param"] == "documents"
+    assert "texts" in error["message"]
+
+
 def test_errors_of_rerank_have_the_members_that_clients_of_cohere_and_jina_read(server: ServerProcess) -> None:
     for path in (RERANK, "/rerank", "/v2/rerank"):
         status, answer = post(server, path, {"model": "nobody", "query": QUERY, "documents": DOCUMENTS})
@@ -197,7 +203,9 @@ def test_ollama_embeds_with_an_embedder_and_refuses_a_reranker(server: ServerPro
         ({"input": "a", "dimensions": SIZE + 1}, "dimensions"),
         ({"input": "a", "model": "reranker"}, "reranker"),
     ):
-        assert re.search(word, refused(server, "/api/embed", {"model": "embedder", **more}))
+        error = refused(server, "/api/embed", {"model": "embedder", **more})
+        assert re.search(word, error)
+        assert "truncate_prompt_tokens" not in error
 
 
 def test_models_say_in_ollamas_words_what_they_are_for(server: ServerProcess) -> None:
@@ -231,6 +239,9 @@ def test_the_metrics_have_the_pool_of_an_encoder_in_the_tokens_of_the_cluster_ta
     with server.client() as http:
         page = http.get("/metrics").text
         replicas = http.get("/v1/cluster").json()["replicas"]
+        listed = {each["id"]: each["max_model_len"] for each in http.get("/v1/models").json()["data"]}
+        tokenised = http.post("/tokenize", json={"model": "embedder", "prompt": "a"}).json()
+    assert (listed["embedder"], listed["chat"], tokenised["max_model_len"]) == (CONTEXT, 2048, CONTEXT)
     engines = {model: replica["engine"] for replica in replicas for model in replica["models"]}
     assert engines.keys() == {"embedder", "reranker", "chat"}
     for model, engine in engines.items():
@@ -241,7 +252,7 @@ def test_the_metrics_have_the_pool_of_an_encoder_in_the_tokens_of_the_cluster_ta
         ]
         labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
         assert int(labels["num_gpu_blocks"]) * int(labels["block_size"]) == engine["kv_tokens"]
-        assert int(labels["max_model_len"]) == engine["max_model_len"]
+        assert int(labels["max_model_len"]) == listed[model]
         assert (labels["enable_prefix_caching"] == "False") == (model != "chat") == engine["is_encoder"]
 
 

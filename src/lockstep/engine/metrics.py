@@ -174,7 +174,7 @@ def cache_config_labels(config: SchedulerConfig, num_stages: int, max_model_len:
     Args:
         config: limits in positions.
         num_stages: positions of each token, see `Geometry`. The block size is in tokens.
-        max_model_len: maximum length of a sequence in tokens.
+        max_model_len: context length in tokens; without text as the answer, the length of the longest text.
     """
     facts = {
         "block_size": config.block_size // num_stages,
