@@ -51,6 +51,7 @@ from lockstep.artifacts.layout import (
 )
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, RopeScaling, Tensor
+from lockstep.artifacts.task import Task
 from lockstep.artifacts.tensors import bytes_by_encoding
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
@@ -118,6 +119,17 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
         task=task_of(config, embedding),
         embedding=embedding_of(config, embedding),
     )
+
+
+def read_task(path: Path) -> Task:
+    """Return the task of a file by its header: metadata, and names and shapes of tensors. No weights are read.
+
+    Raises:
+        ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: see `read_gguf` and `read_config`.
+    """
+    file = read_gguf(path)
+    config = read_config(file, _canonical(file.tensors, file.metadata.text("general.architecture")))
+    return task_of(config, from_gguf_metadata(file.metadata, config.architecture))
 
 
 def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.embedding import check_encoder_task
 from lockstep.artifacts.hub.source import SCHEME as HUB
 from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.model import ModelConfig, TokenizerParts
@@ -247,6 +248,8 @@ class OpenedSource:
         task = entry.task or base.task or self.task
         options = replace(base, engine=replace(engine, **entry.engine), chat_template=template, task=task)
         try:
+            if self.encoder is not None:
+                check_encoder_task(self.encoder, task)
             check_limits(options.engine, self.max_model_len)
             if not self.is_stub:
                 check_sizes(options.engine, machine_memory_bytes())
