@@ -140,10 +140,10 @@ class OracleModel:
                 assert block not in plan.tables[row]
         for row, chunk in enumerate(plan.chunks()):
             others = plan.other_tables[row] if plan.other_tables else ()
-            read = [
-                table if group.is_state else table[1:] for group, table in zip(self.groups[1:], others, strict=True)
-            ]
-            for block in chunk.table + tuple([block for table in read for block in table]):
+            read = list(chunk.table)
+            for group, table in zip(self.groups[1:], others, strict=True):
+                read += table if group.is_state else table[1:]
+            for block in read:
                 assert written.get(block, chunk.seq_id) == chunk.seq_id, "a shared block is written"
 
     def _written_in_other_groups(self, plan: StepPlan, row: int) -> Iterator[int]:
@@ -243,6 +243,10 @@ class Loop:
         hashes = block_hashes(NAMESPACE + job.salt, tokens[:-1], size)
         self.scheduler.name_answer(seq_id, hashes[len(job.prompt) // size :])
 
+    def restart(self) -> None:
+        """Continue with a scheduler that was restored from the state of the present one."""
+        self.scheduler = Scheduler.from_state(self.config, self.scheduler.state())
+
     def turns(self) -> list[tuple[int, ...]]:
         """Prompts and answers of the last ended sequences, for prompts that continue them."""
         ended = [tuple(served.tokens) for served in self.served.values() if served.reason is not None]
@@ -290,8 +294,8 @@ class Loop:
 
     def _clear_free(self) -> None:
         """Remove the content of all free blocks."""
-        kv = self.scheduler.state().kv
-        self.model.clear(kv.free, kv.free_on_host)
+        pool, host = self.scheduler._kv.pool, self.scheduler._kv.host
+        self.model.clear(pool.free_order()[: pool.num_free], host.orders()[0])
 
     def step(self) -> StepPlan:
         """Run one step; a plan without rows is only returned."""
@@ -361,6 +365,7 @@ class Loop:
         config = self.config
         assert len(set(plan.seq_ids)) == len(plan.seq_ids) <= config.step_limit
         assert plan.num_tokens <= config.max_num_batched_tokens
+        assert not set(plan.preempted) & {*plan.seq_ids, *plan.admitted, *plan.resumed}
         prompt_tokens = 0
         outputs = 0
         for chunk in plan.chunks():

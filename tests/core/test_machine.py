@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lockstep.core.groups import KVGroup
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import block_hashes
 from lockstep.errors import RequestError
 from tests.core.oracle import NAMESPACE, Job, Loop, alone
 
 PREFIX = (1, 2) * 8
+WINDOWS = st.builds(KVGroup, st.integers(1, 2), st.integers(1, 10))
+STATES = st.builds(KVGroup, st.integers(1, 3), st.just(0), st.just(True), st.integers(1, 3))
+"""The interval of these is in blocks."""
+
+
+def kv_groups(others: list[KVGroup], block_size: int) -> tuple[KVGroup, ...]:
+    """The groups of a model with these ones after the first."""
+    return (KVGroup(), *[group._replace(snapshot_interval=group.snapshot_interval * block_size) for group in others])
 
 
 class Machine(RuleBasedStateMachine):
@@ -20,8 +31,9 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4]),
+        others=st.lists(WINDOWS, max_size=2) | st.tuples(STATES).map(list) | st.tuples(WINDOWS, STATES).map(list),
         spare_blocks=st.integers(0, 4),
-        num_host_blocks=st.sampled_from([0, 2, 9]),
+        num_host_blocks=st.sampled_from([0, 2, 9, 30]),
         num_seqs=st.integers(1, 4),
         width=st.integers(1, 4),
         places=st.integers(1, 4),
@@ -34,12 +46,11 @@ class Machine(RuleBasedStateMachine):
         preemption=st.sampled_from(["swap", "recompute"]),
         max_skips=st.sampled_from([0, 1, 64]),
     )
-    def start(self, block_size, spare_blocks, num_host_blocks, num_seqs, width, places, chunk, chunking, **policy):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
-        self.config = SchedulerConfig(
+    def start(self, block_size, others, spare_blocks, num_seqs, width, places, chunk, chunking, **policy):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
+        one = SchedulerConfig(
             block_size=block_size,
             num_blocks=-(-20 // block_size) + spare_blocks,
             max_model_len=20,
-            num_host_blocks=num_host_blocks,
             max_num_seqs=num_seqs,
             max_num_step_seqs=min(places, num_seqs),
             max_num_decode_seqs=min(width, num_seqs),
@@ -48,8 +59,10 @@ class Machine(RuleBasedStateMachine):
             max_forced_tokens=4,
             chunking=chunking,
             max_num_queued_reqs=6,
+            groups=kv_groups(others, block_size),
             **policy,
         )
+        self.config = replace(one, num_blocks=one.num_blocks + one.other_blocks(20))
         self.loop = Loop(self.config)
         self.aborted: set[int] = set()
 
@@ -63,6 +76,7 @@ class Machine(RuleBasedStateMachine):
         is_sibling=st.booleans(),
         allows_forced=st.booleans(),
         is_bulk=st.booleans(),
+        snapshots=st.sets(st.integers(1, 6), max_size=2),
     )
     def add(
         self,
@@ -75,12 +89,20 @@ class Machine(RuleBasedStateMachine):
         is_sibling: bool,
         allows_forced: bool,
         is_bulk: bool,
+        snapshots: set[int],
     ) -> None:
         first = max(self.loop.jobs, default=None) if is_sibling else None
         heads = [*self.loop.turns(), PREFIX[:shared]]
         prompt = (*heads[min(turn, len(heads) - 1)], *own)[:19]
         job = Job(
-            prompt, min(output, 20 - len(prompt)), priority, tenant, allows_forced, sibling_of=first, is_bulk=is_bulk
+            prompt,
+            min(output, 20 - len(prompt)),
+            priority,
+            tenant,
+            allows_forced,
+            sibling_of=first,
+            is_bulk=is_bulk,
+            snapshots=tuple([column * self.config.block_size for column in sorted(snapshots)]),
         )
         try:
             self.loop.add(job)
@@ -103,6 +125,10 @@ class Machine(RuleBasedStateMachine):
     @rule(moved=st.booleans(), ran=st.booleans())
     def fail(self, moved: bool, ran: bool) -> None:
         self.loop.fail_step(moved=moved, ran=ran)
+
+    @rule()
+    def restart(self) -> None:
+        self.loop.restart()
 
     @rule()
     def reset(self) -> None:

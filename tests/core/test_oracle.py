@@ -56,7 +56,7 @@ def random_groups(rng: random.Random, block_size: int, chunking: bool) -> tuple[
     """One to three groups: windows that are no multiples of a block, and states."""
     others = []
     for _ in range(rng.randint(1, 2)):
-        if others and others[0].is_state or rng.random() < 0.5:
+        if (others and others[0].is_state) or rng.random() < 0.5:
             others.append(KVGroup(rng.randint(1, 2), window=rng.randint(1, 3 * block_size + 2)))
         else:
             interval = block_size * rng.randint(1, 4)
@@ -91,10 +91,15 @@ def drive(loop: Loop, rng: random.Random) -> set[int]:
     ones."""
     prefixes = [tuple(rng.randrange(3) for _ in range(14)) for _ in range(2)]
     aborted = set()
+    has_groups = len(loop.config.groups) > 1
     for _ in range(rng.randint(5, 40)):
         for _ in range(rng.choice([0, 1, 2])):
             heads = [*prefixes, *loop.turns()]
-            loop.add(random_job(rng, heads, max(loop.jobs, default=None)))
+            job = random_job(rng, heads, max(loop.jobs, default=None))
+            if has_groups:
+                size = loop.config.block_size
+                job.snapshots = tuple([border for border in range(size, 18, size) if rng.random() < 0.1])
+            loop.add(job)
         kind = rng.random()
         hashes = block_hashes(NAMESPACE, rng.choice(prefixes), loop.config.block_size)
         if kind < 0.05 and loop.jobs and loop.abort(some := rng.choice(list(loop.jobs))):
@@ -107,6 +112,9 @@ def drive(loop: Loop, rng: random.Random) -> set[int]:
             loop.scheduler.sweep(hashes)
         elif kind < 0.2:
             loop.fail_step(moved=rng.random() < 0.5, ran=rng.random() < 0.5)
+        elif kind < 0.3 and has_groups:
+            loop.keep(hashes)
+            loop.fill(hashes)
         loop.step()
     loop.run()
     return aborted

@@ -138,9 +138,9 @@ def snapshot_positions(
         num_matched: number of positions whose KV is cached. If no state is cached there, this is the second prompt with
             this beginning, and more may follow.
         num_computed: number of positions whose KV and state the sequence has.
+        num_prompt: number of positions of the prompt; nothing continues at its end.
     """
-    wanted = {*chosen, num_matched}
-    for position in range(interval, num_prompt, interval):
-        if not any(position < other <= position + interval // 2 for other in (*chosen, num_matched)):
-            wanted.add(position)
-    return tuple(sorted(position for position in wanted if num_computed < position < num_prompt))
+    wanted = [position for position in (*chosen, num_matched) if num_computed < position < num_prompt]
+    regular = [position for position in range(interval, num_prompt, interval) if position > num_computed]
+    wanted += [each for each in regular if not any(each < other <= each + interval // 2 for other in wanted)]
+    return tuple(sorted({*wanted}))

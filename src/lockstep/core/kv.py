@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from lockstep.core.blocks import BlockPool, HostPool
-from lockstep.core.groups import ContentKey, GroupBlocks, StateBlocks, WindowBlocks, content_key, contents_of_chain
+from lockstep.core.groups import ContentKey, GroupBlocks, WindowBlocks, content_key, contents_of_chain
 from lockstep.core.other_groups import OtherGroups
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import PrefixCache
@@ -203,16 +203,17 @@ class KVCache:
         return True
 
     def release(self, seq: Sequence) -> None:
-        """Release the blocks of a sequence that ended. They become free, or cached if they were published. Snapshots
-        are evicted just before the blocks of the positions that they have seen."""
+        """Release the blocks of a sequence that ended. They become free, or cached if they were published. Windows and
+        snapshots are evicted just before the blocks of the positions that they have seen."""
         end = len(seq.table)
-        for position in reversed(seq.stops):
-            column = min(position // self._block_size, end)
-            self._release(seq.table[column:end])
-            self.others.touch(seq, position)
-            end = column
+        if self.others:
+            self.others.release(seq)
+            for position in sorted({seq.num_cached_tokens, *seq.stops}, reverse=True):
+                column = min(position // self._block_size, end)
+                self._release(seq.table[column:end])
+                self.others.touch(seq, position)
+                end = column
         self._release(seq.table[:end])
-        self.others.release(seq)
         self._drop_host([*seq.host_table, *[block for own in seq.host_others for block in own.held]])
         self._moved_in.pop(seq.seq_id, None)
         self._moved_out.pop(seq.seq_id, None)
@@ -245,7 +246,7 @@ class KVCache:
         """Take all blocks from a sequence with several KV groups, as it could not continue from a part of them. Their
         content moves to the host if all of it fits."""
         table = seq.table[: self._config.blocks_for(seq.num_computed)]
-        others = tuple([_without_target(own) for own in seq.others])
+        others = self.others.computed(seq)
         pairs = [*table, *[block for own in others for block in own.held]]
         self._drop_host([*seq.host_table, *[block for own in seq.host_others for block in own.held]])
         if to_host and seq.num_computed and len(pairs) <= self.host.num_free:
@@ -428,10 +429,6 @@ def _renamed(own: GroupBlocks, names: Mapping[int, int]) -> GroupBlocks:
     current = tuple([names[block] for block in own.current])
     kept = current if own.kept == own.current else tuple([names[block] for block in own.kept])
     return own._replace(current=current, kept=kept)
-
-
-def _without_target(own: GroupBlocks) -> GroupBlocks:
-    return own._replace(target=()) if isinstance(own, StateBlocks) else own
 
 
 def _indexed(key: ContentKey, contents: dict[bytes, int]) -> tuple[int, int]:

@@ -73,8 +73,7 @@ class OtherGroups:
             return ()
         assert not any(each % self._block_size for each in seq.request.snapshots), "a snapshot inside of a block"
         limit = min(seq.num_prompt, len(seq.request.block_hashes) * self._block_size + 1)
-        matched = num_matched if num_matched > num_computed else 0
-        return snapshot_positions(seq.request.snapshots, self._interval, matched, num_computed, limit)
+        return snapshot_positions(seq.request.snapshots, self._interval, num_matched, num_computed, limit)
 
     # -- blocks of a row ----------------------------------------------------------------------------------------------
 
@@ -105,7 +104,9 @@ class OtherGroups:
 
     def _must_stay(self, own: StateBlocks) -> bool:
         """True if the current state may not be overwritten."""
-        return own.kept == own.current or self._prefix.hashes[own.current[0]] is not None
+        first = own.current[0]
+        is_shared = self._pool.refs(first) > 1  # a snapshot, even if the cache was reset since
+        return is_shared or own.kept == own.current or self._prefix.hashes[first] is not None
 
     @staticmethod
     def tables(seq: Sequence) -> tuple[tuple[int, ...], ...]:
@@ -157,7 +158,7 @@ class OtherGroups:
         column = position // self._block_size
         if position % self._block_size:
             return own
-        if position in seq.stops and column <= len(hashes):
+        if position in seq.stops:
             self._prefix.publish_column(own.current, content_key(hashes[column - 1], number))
         elif position >= seq.num_prompt and self._keeps_answers and len(hashes) >= seq.num_prompt // self._block_size:
             if own.kept:
@@ -186,11 +187,23 @@ class OtherGroups:
             self._release(own.held)
         seq.others = self.nothing
 
+    def computed(self, seq: Sequence) -> tuple[GroupBlocks, ...]:
+        """The sequence's blocks without those that only a row would write, as if nothing were published."""
+        num_columns = self._config.blocks_for(seq.num_computed)
+        return tuple(
+            [
+                own._replace(blocks=own.blocks[: (num_columns - own.first) * group.num_parts], num_published=0)
+                if isinstance(own, WindowBlocks)
+                else own._replace(target=())
+                for _, group, own in self._pairs(seq)
+            ]
+        )
+
     def touch(self, seq: Sequence, position: int) -> None:
         """Let contents with which a sequence can continue after this position be evicted after those that are released
         already."""
         hashes, column = seq.request.block_hashes, position // self._block_size
-        if column <= len(hashes) and (found := self.hits(hashes, column)) is not None:
+        if 0 < column <= len(hashes) and (found := self.hits(hashes, column)) is not None:
             for own in found:
                 self._pool.touch(own.held)
 

@@ -174,6 +174,8 @@ class StepPlanner:
         for seq in self._running.prefilling.copy():
             if seq.request.is_bulk != is_bulk or seq.seq_id in builder.resumed:
                 continue
+            if seq.state is not SequenceState.RUNNING:
+                continue  # one before it took its blocks
             if is_bulk and self._config.order == "priority" and self._queue.num_bulk:
                 self._admit(builder, is_bulk=True, before=seq.request.priority)
             builder.return_ending(seq)
@@ -201,9 +203,8 @@ class StepPlanner:
                 self._add_prompt(builder, seq)
             elif builder.reserve_output(length):
                 self._grow(builder, [(seq, length)], [])
-        self.shares.charge(
-            [seq for seq in late if seq.prompt_left <= 0 and seq in builder.seqs], spare[0], builder.step
-        )
+        outputs = [seq for seq in late if seq.prompt_left <= 0 and seq in builder.seqs]
+        self.shares.charge(outputs, spare[0], builder.step)
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
 
