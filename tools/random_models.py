@@ -76,13 +76,15 @@ _POST_NORM_NAMES = {
 def random_tensor(name: str, size: tuple[int, ...], encoding: str, seed: int) -> Array:
     """Stored bytes or numbers of one tensor, with zero mean and variance 1 / fan-in.
 
-    Vectors are float32: norms around one, biases around zero.
+    Vectors are float32: norms around one, biases around zero, and sinks of attention as large as scores.
 
     The result is an F32 or F16 array, BF16 as uint16, or blocks as uint8 ``[rows, row bytes]``, which are drawn
         directly because quantising is slow.
     """
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     if len(size) == 1:
+        if name.endswith(".sinks"):
+            return 4 * rng.standard_normal(size, np.float32)
         drawn = 1 + 0.1 * rng.standard_normal(size, np.float32)
         return drawn - np.float32(1) if name.endswith(".bias") else drawn
     deviation = size[1] ** -0.5
@@ -238,6 +240,8 @@ def _gguf_name(name: str, shape: Shape) -> str:
     whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     if name.startswith("model.layers."):
         index, rest = name.removeprefix("model.layers.").split(".", 1)
+        if rest == "self_attn.sinks":
+            return f"blk.{index}.attn_sinks.weight"
         module, _, kind = rest.rpartition(".")
         names = _LAYER_NAMES | (_POST_NORM_NAMES if shape.architecture in ("gemma3", *POST_NORM) else {})
         return f"blk.{index}.{names[module]}.{kind}"

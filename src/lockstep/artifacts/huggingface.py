@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from lockstep.artifacts.embedding import (
 from lockstep.artifacts.encoders import canonical_tensors
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
-from lockstep.artifacts.huggingface_config import has_head, read_config
+from lockstep.artifacts.huggingface_config import has_head, read_config, text_part
 from lockstep.artifacts.layout import HEAD, LM_HEAD, MappedWeights, check_config, check_tensors, split_fused
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
 from lockstep.artifacts.model import Artifact, DenseModule, EmbeddingConfig, Tensor, TokenizerParts
@@ -44,6 +44,8 @@ SMALL_FILES = (
 )
 """Files other than the weights that are read here and affect the model's behavior."""
 _PREFIX = "model."
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": _PREFIX, LM_HEAD: LM_HEAD}
+"""Beginnings of the names of a language model's tensors beside other towers, and those of a model of its own."""
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
 
 
@@ -53,7 +55,8 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     Raises:
         ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: the error names the invalid file.
     """
-    declared = read_json(path / "config.json")
+    whole = read_json(path / "config.json")
+    declared = text_part(whole)
     config = read_config(declared)
     embedding = read_sentence_transformers(path)
     if embedding is None and not has_head(declared):
@@ -65,6 +68,10 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     defaults = from_generation_config(generation.values, generation.path)
     files = weight_files(path)
     tensors = _read_all(path, files)
+    if declared is not whole:
+        tensors = _text_tensors(tensors)
+        # Both configurations may have the flag, with different defaults. A head that is stored is used.
+        config = replace(config, tied_embeddings=LM_HEAD not in tensors)
     if config.bidirectional:
         tensors = canonical_tensors(config, tensors) | _dense_tensors(path, modules)
     elif embedding is not None and embedding.answer_ids is None:
@@ -90,6 +97,17 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         task=task_of(config, embedding),
         embedding=embedding_of(config, embedding, max_tokens_of(path)),
     )
+
+
+def _text_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the language model of a model that also takes images or sound, in the spelling of any version."""
+    text: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for prefix, own in _TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                renamed = own + name.removeprefix(prefix)
+                text[renamed] = replace(tensor, name=renamed)
+    return text
 
 
 def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

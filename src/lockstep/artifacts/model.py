@@ -81,6 +81,15 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Factor of queries that grows with their position: 1 + beta * log(1 + floor(position / period))."""
+
+    beta: float
+    period: int
+    """Number of tokens after which the factor grows."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeadLayer:
     """One dense layer of the head of an encoder: a product, its activation, and a norm."""
 
@@ -159,6 +168,10 @@ class ModelConfig:
     ``relu``."""
     attention_scale: float | None = None
     """Factor of the attention scores; None: head_dim ** -0.5."""
+    query_scaling: QueryScaling | None = None
+    """Factor of rotated queries by their position; None: queries are not scaled."""
+    sinks: bool = False
+    """Whether each head of a layer has a sink: the score of one more key, which has no value."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor of the outputs of attention and feed-forward that are added to the residual."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.artifacts.model import ModelConfig
+from lockstep.artifacts.model import ModelConfig, QueryScaling
 from lockstep.executors.native.packs import ModelWeights, load_weights
 from lockstep.executors.native.program import Action, Op, Program, build_program
 from lockstep.executors.quantise import vector
@@ -104,6 +104,15 @@ def test_biases_scales_windows_and_rotations_are_numbers() -> None:
     ):
         [attention] = only(program_of(llama, **changes), Action.ATTENTION)
         assert (attention.window, attention.rotary) == expected, changes
+
+
+def test_sinks_and_the_scaling_of_queries_are_numbers_of_attention() -> None:
+    program = program_of(TINY["tiny-granite_swa"])
+    [attention] = only(program, Action.ATTENTION)
+    stored = random_artifact(TINY["tiny-granite_swa"]).weights["model.layers.0.self_attn.sinks"]
+    assert np.array_equal(np.concatenate(program.vectors)[attention.sinks :][: len(stored.data)], stored.data)
+    [attention] = only(program_of(TINY["tiny-llama"], query_scaling=QueryScaling(0.1, 64)), Action.ATTENTION)
+    assert (attention.query_period, attention.query_beta, attention.sinks) == (64, 0.1, -1)
 
 
 def test_a_tied_table_is_embedding_and_head() -> None:

@@ -58,6 +58,8 @@ class Op(NamedTuple):
     layer: int = 0
     window: int = 0
     rotary: int = NONE
+    sinks: int = NONE
+    query_period: int = 0
     adds: bool = False
     offset: int = 0
     centred: bool = False
@@ -67,6 +69,7 @@ class Op(NamedTuple):
     factor: float = 1.0
     divisor: float = 1.0
     scale: float = 1.0
+    query_beta: float = 0.0
 
 
 class Buffer(NamedTuple):
@@ -239,6 +242,10 @@ class _Builder:
             "vector": norm, "layer": layer % self.program.num_layers, "window": window, "rotary": self._rotary(layer),
             "scale": scale, "epsilon": config.rms_norm_eps,
         }  # fmt: skip
+        if config.sinks:
+            fields["sinks"] = self._add_vector(self.vector(f"{own}sinks", config.num_heads))
+        if config.query_scaling is not None:
+            fields |= {"query_period": config.query_scaling.period, "query_beta": config.query_scaling.beta}
         if config.bidirectional:
             size = config.hidden_size
             self._add(Action.ATTENTION, NONE, in_=together, part=AttentionPart.STORE, **fields)

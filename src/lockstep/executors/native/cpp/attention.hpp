@@ -55,9 +55,9 @@ struct Tile {
     const std::int32_t* blocks;  // the sequence's table
     int num_blocks;
     const std::uint8_t* next[SEGMENT_BLOCKS];  // the keys to be fetched while the last segment is computed
-    float scale;
     int num_rows;
     Raw queries[MAX_ROWS];
+    float scale[MAX_ROWS];  // of scores, in units of the softmax's exponent
     int begin[MAX_ROWS], end[MAX_ROWS];
 };
 
@@ -96,11 +96,14 @@ struct Step {
     // window, 0: none. Without total lengths, a row sees at most so many keys, itself included; with them, at most half
     // as many on each side of it.
     int heads, window, rotary_dim;
-    float scale, epsilon;
+    // Queries are multiplied by 1 + query_beta * log(1 + floor(position / query_period)). Period 0: they are not.
+    int query_period;
+    float query_beta, scale, epsilon;
     std::int64_t num_tokens, num_blocks, plan_size;
     const float* projected;  // [T][heads + 2 * kv_heads][head_dim]: queries, keys, values
     const float* rotary;     // [T][rotary_dim]; with total lengths: by position
     const float* norms;      // [2][head_dim], of queries and of keys; nullptr: none
+    const float* sinks;      // [heads]: the score of one more key without a value, for each head; nullptr: none
     // S; [S] tokens already in the blocks; [S + 1] where each sequence's tokens begin; [S + 1] where its block table
     // begins; all tables, one after the other.
     const std::int32_t* plan;
@@ -113,7 +116,8 @@ struct Step {
     // nullptr: queries are projected, and keys and values are stored first.
     const std::uint8_t* queries;
     std::int64_t query_stride;
-    std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size, totals_size, queries_bytes;  // of arrays
+    // Sizes of arrays.
+    std::int64_t projected_size, rotary_size, norms_size, sinks_size, cache_bytes, out_size, totals_size, queries_bytes;
 };
 
 // Checks the plan of a step of this many tokens in a pool of this many blocks. Returns nullptr, or an error message.

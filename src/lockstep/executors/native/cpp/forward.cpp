@@ -312,10 +312,12 @@ const char* Forward::attend(const Op& op) {
     step.heads = program.heads, step.window = op.window;
     step.rotary_dim = rotates ? 2 * rotaries[op.rotary].num_pairs : 0;
     step.scale = op.scale, step.epsilon = op.epsilon;
+    step.query_period = op.query_period, step.query_beta = op.query_beta;
     step.num_tokens = input.num_tokens, step.num_blocks = input.num_blocks, step.plan_size = input.plan_size;
     step.projected = is_kept ? nullptr : reinterpret_cast<const float*>(step_memory[op.in].data);
     step.rotary = rotates ? turns[op.rotary].data() : nullptr;
     step.norms = op.vector < 0 ? nullptr : vectors.data() + op.vector;
+    step.sinks = op.sinks < 0 ? nullptr : vectors.data() + op.sinks;
     step.plan = input.plan;
     const std::int64_t layer_at = op.layer * std::int64_t(step.layout.block_bytes());
     const std::int64_t queries_at = program.kept_at() + op.in_at * std::int64_t(sizeof(float));
@@ -327,6 +329,7 @@ const char* Forward::attend(const Op& op) {
     step.projected_size = is_kept ? 0 : input.num_tokens * buffers[op.in].columns;
     step.rotary_size = rotates ? std::int64_t(turns[op.rotary].size()) : 0;
     step.norms_size = step.norms ? 2 * program.head_dim : 0;
+    step.sinks_size = step.sinks ? program.heads : 0;
     step.cache_bytes = input.num_blocks * step.block_stride - layer_at;
     step.out_size = input.num_tokens * buffers[op.out].columns;
     const auto run = [](void* pool, std::int64_t count, void (*item)(void*, std::int64_t), void* work) {

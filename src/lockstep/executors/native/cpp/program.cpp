@@ -62,6 +62,8 @@ const char* attention_fault(const Program& p, const Op& op) {
     if (!is_within(op.layer, p.num_layers) || op.window < 0) return "attention has no such layer or window";
     if (op.rotary != -1 && !is_within(op.rotary, p.num_rotaries)) return "attention has no such rotation";
     if (op.vector != -1 && !has_numbers(p, op.vector, 2 * p.head_dim)) return "attention's norms are not there";
+    if (op.sinks != -1 && !has_numbers(p, op.sinks, p.heads)) return "attention's sinks are not there";
+    if (op.query_period < 0) return "attention's queries have no such period";
     if (op.part == Part::attend) {
         if (!has_kept(p, op.in_at, queries)) return "attention's queries are not kept";
     } else if (!has_floats(p, op.in, 0, queries + 2 * keys) || p.buffers[op.in].columns != queries + 2 * keys) {

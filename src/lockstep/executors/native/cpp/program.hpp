@@ -45,11 +45,12 @@ struct Op {
     std::int32_t columns;        // of norm, quantise, add, load and save; of embed the number of token types
     std::int32_t first_weight, num_weights;
     std::int32_t vector;  // -1: none
-    std::int32_t layer, window, rotary;  // of attention; rotary -1: heads are not rotated
+    // Of attention; rotary -1: heads are not rotated; sinks: scores in Program::vectors, -1: none; see Step for the last.
+    std::int32_t layer, window, rotary, sinks, query_period;
     std::int32_t adds, offset, centred;
     Part part;
     Gate function;
-    float epsilon, factor, divisor, scale;  // scale: of attention scores
+    float epsilon, factor, divisor, scale, query_beta;  // the last two are of attention
 };
 
 constexpr int MAX_POSITION_COLUMNS = 1 << 13;  // of a table of positions
