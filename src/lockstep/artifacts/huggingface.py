@@ -18,6 +18,7 @@ from lockstep.artifacts.embedding import (
     files_of,
     max_tokens_of,
     read_sentence_transformers,
+    scores_are_raw,
     task_of,
     with_dense_modules,
 )
@@ -64,6 +65,7 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     modules = () if embedding is None or config.num_labels else embedding.dense
     config = with_dense_modules(config, modules, path)
     check_config(config, declared.path)
+    is_raw = task_of(config, embedding) == "rerank" and config.num_labels <= 1 and scores_are_raw(path, declared)
     generation = read_optional_json(path / "generation_config.json")
     defaults = from_generation_config(generation.values, generation.path)
     files = weight_files(path)
@@ -92,7 +94,9 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         ),
         config=config,
         weights=MappedWeights(path, tensors),
-        load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation), embedding),
+        load_tokenizer=functools.partial(
+            read_tokenizer, path, config.vocab_size, (declared, generation), embedding, has_raw_scores=is_raw
+        ),
         sampling_defaults=defaults,
         task=task_of(config, embedding),
         embedding=embedding_of(config, embedding, max_tokens_of(path)),
@@ -166,7 +170,12 @@ def weight_files(path: Path) -> list[str]:
 
 
 def read_tokenizer(
-    directory: Path, vocab_size: int, declared: Sequence[Metadata], embedding: EmbeddingConfig | None = None
+    directory: Path,
+    vocab_size: int,
+    declared: Sequence[Metadata],
+    embedding: EmbeddingConfig | None = None,
+    *,
+    has_raw_scores: bool = False,
 ) -> TokenizerParts:
     """Read a directory's tokenizer. The post-processor in tokenizer.json determines whether it adds BOS.
 
@@ -175,6 +184,7 @@ def read_tokenizer(
         vocab_size: number of rows of the embedding. All token ids must be smaller.
         declared: config.json and generation_config.json, for their ``eos_token_id``.
         embedding: the model's prompts for texts to embed.
+        has_raw_scores: whether the scores of a reranker are its logits.
 
     Raises:
         MissingTokenizerError: there is no tokenizer.json.
@@ -198,6 +208,7 @@ def read_tokenizer(
         prompts={} if embedding is None else embedding.prompts,
         default_prompt=None if embedding is None else embedding.default_prompt,
         answer_ids=None if embedding is None else embedding.answer_ids,
+        has_raw_scores=has_raw_scores,
     )
 
 

@@ -118,9 +118,9 @@ class EmbeddingConfig:
     normalize: bool = True
     """True if the model's own pipeline scales vectors to length 1."""
     dense: tuple[DenseModule, ...] = ()
-    answer_ids: tuple[int, int] | None = None
-    """Tokens that mean relevant and not relevant, if the model scores documents by their logits; None: it does not, or
-    its files name no tokens."""
+    answer_ids: tuple[int, ...] | None = None
+    """Token that means relevant, and perhaps one that means not relevant, if the model scores documents by their
+    logits; None: it does not, or its files name no tokens."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts that are put before an input, by name, e.g. ``query``."""
     default_prompt: str | None = None
@@ -244,8 +244,11 @@ class TokenizerParts:
     """Texts that are put before a text to embed, by name, e.g. ``query``."""
     default_prompt: str | None = None
     """Name of the prompt that is used if a request names none; None: no prompt."""
-    answer_ids: tuple[int, int] | None = None
-    """Tokens of a reranker that mean relevant and not relevant; None: those of ``yes`` and ``no``."""
+    answer_ids: tuple[int, ...] | None = None
+    """Token of a reranker that means relevant, and perhaps one that means not relevant; None: those of ``yes`` and
+    ``no``."""
+    has_raw_scores: bool = False
+    """Whether the scores of a reranker are its logits. Otherwise they are the sigmoids of its logits."""
 
 
 @dataclass(frozen=True, slots=True)
