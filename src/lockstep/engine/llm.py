@@ -147,7 +147,8 @@ class LLM:
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
-        """Score how relevant each document is to a query: 0 to 1, or the cosine of an embedding model.
+        """Score how relevant each document is to a query: 0 to 1, a logit if the reranker's files demand it, or the
+        cosine of an embedding model.
 
         Args:
             instruction: what relevance means, for a reranker that reads one; None: its default.
@@ -171,7 +172,8 @@ class LLM:
             )
             for document in documents
         ]
-        return [pair_score(scoring, _vector(output)) for output in self._run(calls)]
+        is_raw = model.tokenizer.parts.has_raw_scores
+        return [pair_score(scoring, _vector(output), is_raw=is_raw) for output in self._run(calls)]
 
     def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:
         """Yield the output of each step. Leaving the loop, or an interrupt in it, aborts the request.
