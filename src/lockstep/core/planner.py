@@ -201,7 +201,8 @@ class StepPlanner:
                 self._add_prompt(builder, seq)
             elif builder.reserve_output(length):
                 self._grow(builder, [(seq, length)], [])
-        self.shares.charge([seq for seq in late if seq.prompt_left <= 0 and seq in builder.seqs], spare[0], builder.step)
+        outputs = [seq for seq in late if seq.prompt_left <= 0 and seq in builder.seqs]
+        self.shares.charge(outputs, spare[0], builder.step)
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
 
