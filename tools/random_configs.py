@@ -17,6 +17,7 @@ _CLASSES = {
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -28,7 +29,7 @@ _CLASSES = {
 _MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "qwen35": "qwen3_5_text"}
 _WRITTEN_AS = {"mistral": "llama", "olmo3": "olmo2"}
 """Architectures whose GGUF files have another architecture's name."""
-INTERLEAVED = ("llama", "mistral", "mistral3", "granite", "smollm3")
+INTERLEAVED = ("llama", "mistral", "mistral3", "granite", "granite_swa", "smollm3")
 """Architectures whose q and k rows converters permute for a rope on neighbouring pairs."""
 
 
@@ -80,7 +81,7 @@ def _particulars(shape: Shape) -> dict[str, Any]:
         case "olmo3":
             layers = {"full_attention": rope, "sliding_attention": rope | {"rope_theta": shape.local_rope_theta}}
             return {"layer_types": kinds, "sliding_window": max(shape.windows), "rope_parameters": layers}
-        case "granite" | "granitemoehybrid":
+        case "granite" | "granite_swa" | "granitemoehybrid":
             multipliers = {
                 "embedding_multiplier": shape.embedding_scale,
                 "attention_multiplier": shape.attention_scale,
@@ -89,6 +90,13 @@ def _particulars(shape: Shape) -> dict[str, Any]:
             }
             if shape.architecture == "granite":
                 return multipliers
+            if shape.architecture == "granite_swa":
+                bases = [0.0 if layer in shape.unrotated_layers else shape.rope_theta for layer in range(len(kinds))]
+                return multipliers | {
+                    "layer_types": kinds,
+                    "sliding_window": max(shape.windows),
+                    "layer_rope_theta": bases,
+                }
             return multipliers | {
                 "shared_intermediate_size": shape.intermediate_size,
                 "num_local_experts": 0,
@@ -127,7 +135,12 @@ def add_gguf_metadata(writer: Any, shape: Shape) -> None:
         writer.add_sliding_window(max(shape.windows))
     if shape.architecture in HYBRIDS:
         add_hybrid_metadata(writer, shape)
-    if shape.architecture == "granite":
+    if shape.architecture == "granite_swa":
+        prefix = "granite_swa.attention"
+        writer.add_array(f"{prefix}.sliding_window_pattern", [window > 0 for window in shape.windows])
+        rotated = [layer not in shape.unrotated_layers for layer in range(shape.num_layers)]
+        writer.add_array(f"{prefix}.rope_pattern", rotated)
+    if shape.architecture in ("granite", "granite_swa"):
         assert shape.attention_scale is not None
         writer.add_attention_scale(shape.attention_scale)
         writer.add_embedding_scale(shape.embedding_scale)

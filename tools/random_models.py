@@ -77,8 +77,8 @@ _POST_NORM_NAMES = {
 def random_tensor(name: str, size: tuple[int, ...], encoding: str, seed: int) -> Array:
     """Stored bytes or numbers of one tensor, with zero mean and variance 1 / fan-in.
 
-    Vectors are float32: norms around one, biases around zero, and logarithms of decay rates around -3, so that
-    states remember some dozens of tokens.
+    Vectors are float32: norms around one, biases around zero, sinks of attention as large as scores, and logarithms of
+    decay rates around -3, so that states remember some dozens of tokens.
 
     The result is an F32 or F16 array, BF16 as uint16, or blocks as uint8 ``[rows, row bytes]``, which are drawn
         directly because quantising is slow.
@@ -87,6 +87,8 @@ def random_tensor(name: str, size: tuple[int, ...], encoding: str, seed: int) ->
     if name.endswith(".A_log"):
         return rng.standard_normal(size, np.float32) - np.float32(3)
     if len(size) == 1:
+        if name.endswith(".sinks"):
+            return 4 * rng.standard_normal(size, np.float32)
         drawn = 1 + 0.1 * rng.standard_normal(size, np.float32)
         return drawn - np.float32(1) if name.endswith(".bias") else drawn
     deviation = size[-1] ** -0.5
@@ -246,6 +248,8 @@ def _gguf_name(name: str, shape: Shape) -> str:
         return hybrid
     if name.startswith("model.layers."):
         index, rest = name.removeprefix("model.layers.").split(".", 1)
+        if rest == "self_attn.sinks":
+            return f"blk.{index}.attn_sinks.weight"
         module, _, kind = rest.rpartition(".")
         names = _LAYER_NAMES | (_POST_NORM_NAMES if shape.architecture in ("gemma3", *POST_NORM) else {})
         return f"blk.{index}.{names[module]}.{kind}"

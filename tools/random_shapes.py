@@ -14,6 +14,7 @@ BIASED = ("qwen2",)
 HEAD_NORMS = ("qwen3", "gemma3", *HYBRIDS)
 POST_NORM = ("olmo2", "olmo3")
 FUSED = ("phi3",)
+SINKS = ("granite_swa",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,18 @@ SHAPES: Mapping[str, Shape] = {
         residual_scale=0.5,
         logits_divisor=0.25,
         tied_embeddings=True,
+    ),
+    "tiny-granite_swa": replace(
+        _SMALL,
+        architecture="granite_swa",
+        num_layers=4,
+        attention_scale=0.1,
+        embedding_scale=6.0,
+        residual_scale=0.5,
+        logits_divisor=0.25,
+        tied_embeddings=True,
+        windows=(0, 16, 16, 16),
+        unrotated_layers=(0,),
     ),
     "tiny-granitemoehybrid": replace(
         _SMALL,
@@ -203,6 +216,8 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         own = {name: size for name, size in layer.items() if not (recurrent and name.startswith("self_attn."))}
         shapes |= {f"model.layers.{index}.{name}.weight": size for name, size in own.items()}
         shapes |= {f"model.layers.{index}.{name}": size for name, size in recurrent.items()}
+        if shape.architecture in SINKS:
+            shapes[f"model.layers.{index}.self_attn.sinks"] = (shape.num_heads,)
         if shape.architecture in BIASED:
             sizes = zip("qkv", (queries, keys, keys), strict=True)
             shapes |= {f"model.layers.{index}.self_attn.{name}_proj.bias": (size,) for name, size in sizes}

@@ -15,7 +15,7 @@ from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.huggingface_config import read_config
 from lockstep.artifacts.layout import check_config
 from lockstep.artifacts.metadata import Metadata, without_nulls
-from lockstep.artifacts.model import ModelConfig, RopeScaling
+from lockstep.artifacts.model import ModelConfig, QueryScaling, RopeScaling
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import ArtifactError, CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import LLAMA, HandMadeGguf, edit_json, text
@@ -112,15 +112,26 @@ def test_longrope_ends_where_its_short_factors_end() -> None:
 YARN_16 = {**ROPE, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 1024}
 
 
-def test_ministral_ends_where_its_queries_would_be_scaled_by_position() -> None:
+def test_ministral_scales_queries_by_position() -> None:
     """Its factor of cosines and sines is 1, because mscale and mscale_all_dim cancel each other."""
     ministral = {**YARN_16, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
     config = config_of("mistral3", rope_parameters=ministral, max_position_embeddings=16384)
-    assert config.max_model_len == 1024
+    assert (config.max_model_len, config.query_scaling) == (16384, QueryScaling(0.1, 1024))
     assert config.rope_scaling is not None
     assert config.rope_scaling.attention_factor == 1.0
     unscaled = config_of("mistral3", rope_parameters=ministral | {"llama_4_scaling_beta": 0}, head_dim=None)
-    assert (unscaled.max_model_len, unscaled.head_dim) == (16384, 128)
+    assert (unscaled.max_model_len, unscaled.head_dim, unscaled.query_scaling) == (16384, 128, None)
+    assert config_of("qwen2", rope_parameters=ministral).query_scaling is None
+
+
+def test_granite_swa_has_windows_and_rope_bases_by_layer() -> None:
+    config = config_of("granite_swa")
+    assert (config.windows, config.unrotated_layers, config.sinks) == ((0, 16, 16, 16), (0,), True)
+    assert (config.rope_theta, config.local_rope_theta) == (1e4, None)
+    plain = config_of("granite_swa", layer_types=None, sliding_window=None, layer_rope_theta=None)
+    assert (plain.windows, plain.unrotated_layers, plain.rope_theta) == ((0, 128, 128, 128), (), 1e4)
+    two = config_of("granite_swa", layer_rope_theta=[1e6, 5e3, 0, 5e3])
+    assert (two.rope_theta, two.local_rope_theta, two.unrotated_layers) == (1e6, 5e3, (2,))
 
 
 def test_granite_hybrid_without_experts_and_states_is_a_granite() -> None:
@@ -151,6 +162,15 @@ UNSUPPORTED: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "states by default": ("granitemoehybrid", {"layer_types": None}, "no layer_types"),
     "states": ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "type 'mamba'"),
     "yarn by default": ("mistral3", {"rope_parameters": None}, "no rope_parameters"),
+    "bases by layer": ("granite_swa", {"layer_rope_theta": [1e4, 1e4, 1e5, 0]}, "layer_rope_theta"),
+    "scaled rope of two bases": (
+        "granite_swa",
+        {
+            "layer_rope_theta": [1e6, 1e4, 1e4, 1e4],
+            "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 2.0},
+        },
+        "scaled rope beside rope bases",
+    ),
     "partial rope": ("qwen2", {"partial_rotary_factor": 0.5}, "a part of each head"),
 }
 
@@ -172,6 +192,17 @@ CORRUPT: Mapping[str, tuple[str, dict[str, Any], str]] = {
         "sliding_window is 0",
     ),
     "too few layer types": ("gemma3", {"layer_types": ["full_attention"]}, "1 entries; 6 are"),
+    "too few rope bases": ("granite_swa", {"layer_rope_theta": [1e4]}, "1 entries; 4 are"),
+    "queries of no period": (
+        "mistral3",
+        {"rope_parameters": {**YARN, "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+        "'original_max_position_embeddings' is missing",
+    ),
+    "queries that shrink": (
+        "mistral3",
+        {"rope_parameters": {**YARN_16, "llama_4_scaling_beta": -0.1}},
+        "scaling of queries is -0.1",
+    ),
     "too few rotated layers": ("smollm3", {"no_rope_layers": [1]}, "1 entries; 4 are"),
     "no scalar": ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
     "no embeddings": ("granite", {"embedding_multiplier": 0.0}, "embedding scale is 0"),
@@ -275,10 +306,11 @@ def test_scalings_of_a_gguf_are_data(tmp_path: Path) -> None:
     assert (scaling.kind, scaling.factor) == ("yarn", 4.0)
     assert scaling.parameters["original_max_position_embeddings"] == 512
     assert scaling.attention_factor == pytest.approx(1 + 0.1 * np.log(4))
-    ministral = {**yarn, "rope__scaling__yarn_log_multiplier": 1.0, "attention__temperature_scale": 0.1}
+    ministral = {**yarn, "rope__scaling__yarn_log_multiplier": 1.0, "attention__temperature_scale": 0.125}
     config = open_gguf(tmp_path, "mistral3", **ministral)
     assert config.rope_scaling is not None
-    assert (config.max_model_len, config.rope_scaling.attention_factor) == (512, 1.0)
+    assert (config.max_model_len, config.rope_scaling.attention_factor) == (2048, 1.0)
+    assert config.query_scaling == QueryScaling(0.125, 512)
     local = open_gguf(tmp_path, "gemma3", rope__freq_base_swa=5e3, attention__sliding_window_pattern=2)
     assert local.local_rope_theta == 5e3
     assert local.windows == (16, 0, 16, 0, 16, 0)
@@ -323,6 +355,7 @@ def test_names_that_no_converter_writes_are_not_known(name: str, tmp_path: Path)
 
 
 SPELLINGS = (
+    "layer_rope_theta",
     "sliding_window",
     "use_sliding_window",
     "max_window_layers",
@@ -337,7 +370,16 @@ SPELLINGS = (
     "llama_4_scaling_beta",
     "attention_bias",
 )
-ROPE_KEYS = ("rope_theta", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
+ROPE_KEYS = (
+    "llama_4_scaling_beta",
+    "rope_theta",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+)
 ODD_VALUES: tuple[Any, ...] = (
     None,
     -1,

@@ -13,6 +13,7 @@ from lockstep.artifacts.embedding import (
     from_gguf_metadata,
     max_tokens_of,
     read_sentence_transformers,
+    scores_are_raw,
 )
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import DenseModule, HeadLayer
@@ -168,10 +169,17 @@ def test_a_wrong_file_is_refused(tmp_path: Path, change: Callable[[Path], object
 
 @pytest.mark.parametrize(
     ("config", "ids"),
-    [({"true_token_id": 5, "false_token_id": 3}, (5, 3)), ({"true_token_id": 5}, None), ({"true_token_id": -5}, None)],
+    [
+        ({"true_token_id": 5, "false_token_id": 3}, (5, 3)),
+        ({"true_token_id": 5}, (5,)),
+        ({"true_token_id": 5, "false_token_id": None}, (5,)),
+        ({"true_token_id": -5}, None),
+        ({"true_token_id": 5, "false_token_id": -1}, None),
+        ({"false_token_id": 5}, None),
+    ],
 )
 def test_a_reranker_names_the_tokens_of_its_answers(
-    tmp_path: Path, config: dict[str, int], ids: tuple[int, int] | None
+    tmp_path: Path, config: dict[str, int | None], ids: tuple[int, ...] | None
 ) -> None:
     path = write_model(tmp_path, "Transformer", "LogitScore")
     (path / "1_LogitScore" / "config.json").write_text(json.dumps(config))
@@ -182,6 +190,41 @@ def test_a_reranker_names_the_tokens_of_its_answers(
     found = read_sentence_transformers(path)
     assert found is not None
     assert found.answer_ids == ids
+
+
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("own", "declared", "is_raw"),
+    [
+        ({}, {}, False),
+        ({}, {"sentence_transformers": {"version": "5.0"}}, False),
+        ({}, {"sentence_transformers": {"activation_fn": IDENTITY}}, True),
+        ({}, {"sbert_ce_default_activation_function": IDENTITY}, True),
+        ({}, {"sbert_ce_default_activation_function": "torch.nn.Sigmoid"}, False),
+        ({"activation_fn": IDENTITY}, {}, True),
+        ({"activation_fn": SIGMOID}, {"sentence_transformers": {"activation_fn": IDENTITY}}, False),
+        ({"activation_fn": "mine.Identity"}, {"sentence_transformers": {"activation_fn": IDENTITY}}, True),
+        ({"activation_fn": "mine.Identity"}, {}, False),
+    ],
+)
+def test_scores_are_logits_where_files_name_the_identity(
+    tmp_path: Path, own: dict[str, object], declared: dict[str, object], is_raw: bool
+) -> None:
+    if own:
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(own))
+    assert scores_are_raw(tmp_path, Metadata(tmp_path / "config.json", declared)) is is_raw
+    assert files_of(tmp_path) == (("config_sentence_transformers.json",) if own else ())
+
+
+@pytest.mark.parametrize(
+    ("activation", "error"), [("torch.nn.modules.activation.Tanh", UnsupportedArtifactError), (3, CorruptArtifactError)]
+)
+def test_another_activation_of_scores_is_refused(tmp_path: Path, activation: object, error: type[Exception]) -> None:
+    declared = Metadata(tmp_path / "config.json", {"sentence_transformers": {"activation_fn": activation}})
+    with pytest.raises(error, match=r"config\.json"):
+        scores_are_raw(tmp_path, declared)
 
 
 @pytest.mark.parametrize(("kind", "pooling"), [(0, None), (1, "mean"), (2, "cls"), (3, "last"), (4, None)])

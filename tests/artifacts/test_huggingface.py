@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.artifacts.huggingface_config import read_config
+from lockstep.artifacts.metadata import read_json
 from lockstep.artifacts.model import Artifact, Encoding, RopeScaling
 from lockstep.artifacts.safetensors_file import read_safetensors
 from lockstep.artifacts.source import open_artifact
@@ -16,7 +18,16 @@ from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import approximately, edit_json
 from tools.golden.vector_cases import EMBEDDERS, write_case
-from tools.random_models import FLOATS, SHAPES, as_float, random_tensor, tensor_shapes, write_gguf, write_huggingface
+from tools.random_models import (
+    FLOATS,
+    SHAPES,
+    as_float,
+    random_tensor,
+    tensor_shapes,
+    write_gguf,
+    write_huggingface,
+    write_safetensors,
+)
 
 Json = dict[str, object]
 
@@ -30,7 +41,7 @@ def llama(tmp_path: Path) -> Path:
     return write_huggingface(tmp_path / "llama", "tiny-llama", "F16")
 
 
-UNFUSED = ["llama", "mistral", "mistral3", "qwen2", "qwen3", "granite", "olmo2", "olmo3", "smollm3"]
+UNFUSED = ["llama", "mistral", "mistral3", "qwen2", "qwen3", "granite", "granite_swa", "olmo2", "olmo3", "smollm3"]
 
 
 @pytest.mark.parametrize("name", [f"tiny-{name}" for name in UNFUSED])
@@ -58,6 +69,95 @@ def test_both_formats_of_one_model_hold_the_same_numbers(name: str, tmp_path: Pa
     assert one.weights.names() == other.weights.names()
     for tensor_name in one.weights.names():
         np.testing.assert_array_equal(dequantise(one.weights[tensor_name]), dequantise(other.weights[tensor_name]))
+
+
+def nested(path: Path, name: str, *prefixes: str, **changes: object) -> Path:
+    """A directory of the model as the language model of one that also takes images.
+
+    Args:
+        prefixes: what names of its tensors begin with instead of ``model.``, and instead of nothing.
+    """
+
+    def nest(config: Json) -> None:
+        text = config | {key: value for key, value in changes.items() if value is not None}
+        text = {key: value for key, value in text.items() if key != "architectures" and changes.get(key, 0) is not None}
+        config.clear()
+        config |= {
+            "architectures": [name],
+            "model_type": "images",
+            "text_config": text,
+            "vision_config": {"hidden_size": 8},
+            "tie_word_embeddings": True,
+        }
+
+    edit_json(path / "config.json", nest)
+    tensors = {each.name: np.asarray(each.data) for each in read_safetensors(path / "model.safetensors").values()}
+    inner, outer = prefixes
+    renamed = {
+        inner + each.removeprefix("model.") if each.startswith("model.") else outer + each: data.copy()
+        for each, data in tensors.items()
+    }
+    renamed["vision_tower.patch_conv.weight"] = renamed["multi_modal_projector.norm.weight"] = np.ones(8, np.float32)
+    write_safetensors(path / "model.safetensors", renamed)
+    return path
+
+
+NESTED = {
+    "Ministral 3": ("tiny-mistral3", "Mistral3ForConditionalGeneration"),
+    "Mistral Small 3.1": ("tiny-mistral", "Mistral3ForConditionalGeneration"),
+    "Gemma 3": ("tiny-gemma3", "Gemma3ForConditionalGeneration"),
+}
+PREFIXES = {"4.52": ("model.language_model.", ""), "others": ("language_model.model.", "language_model.")}
+"""By version of transformers that wrote the files."""
+
+
+@pytest.mark.parametrize("version", PREFIXES)
+@pytest.mark.parametrize("model", NESTED)
+def test_the_language_model_beside_a_vision_tower_is_read(model: str, version: str, tmp_path: Path) -> None:
+    shape, name = NESTED[model]
+    flat = reopen(write_huggingface(tmp_path / "flat", shape, "F32"))
+    path = nested(write_huggingface(tmp_path / "nested", shape, "F32"), name, *PREFIXES[version])
+    artifact = reopen(path)
+    assert (artifact.config, artifact.task) == (flat.config, "generate")
+    assert artifact.weights.names() == flat.weights.names()
+    for tensor in flat.weights.names():
+        np.testing.assert_array_equal(artifact.weights[tensor].data, flat.weights[tensor].data)
+    assert artifact.load_tokenizer().end_token_ids == flat.load_tokenizer().end_token_ids
+
+
+def test_text_configurations_of_gemma3_lack_what_is_always_the_same(tmp_path: Path) -> None:
+    path = write_huggingface(tmp_path / "m", "tiny-gemma3", "F32")
+    keys = ("vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "head_dim")
+    nested(path, "Gemma3ForConditionalGeneration", *PREFIXES["4.52"], **dict.fromkeys(keys))
+    config = read_config(read_json(path / "config.json"))
+    found = (config.vocab_size, config.num_heads, config.num_kv_heads, config.max_model_len, config.head_dim)
+    assert found == (262208, 8, 4, 131072, 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model_type": "mistral5"}, UnsupportedArtifactError, "text of type 'mistral5'; supported: llama, mistral"),
+        ({"model_type": "bert"}, UnsupportedArtifactError, "text of type 'bert'"),
+        ({"model_type": 3}, CorruptArtifactError, "model_type"),
+        ({"hidden_size": None}, CorruptArtifactError, "hidden_size"),
+    ],
+)
+def test_a_language_model_that_cannot_be_read_is_refused(
+    changes: Json, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    path = write_huggingface(tmp_path / "m", "tiny-mistral", "F32")
+    nested(path, "Mistral3ForConditionalGeneration", *PREFIXES["4.52"], **changes)
+    with pytest.raises(error, match=message):
+        reopen(path)
+
+
+def test_quantised_weights_of_a_model_with_images_are_refused(tmp_path: Path) -> None:
+    path = write_huggingface(tmp_path / "m", "tiny-mistral", "F32")
+    nested(path, "Mistral3ForConditionalGeneration", *PREFIXES["4.52"])
+    edit_json(path / "config.json", lambda config: config.update(quantization_config={"quant_method": "fp8"}))
+    with pytest.raises(UnsupportedArtifactError, match="quantised by 'fp8'"):
+        reopen(path)
 
 
 def test_shards_are_one_model(tmp_path: Path) -> None:

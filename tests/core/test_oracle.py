@@ -54,7 +54,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
 
 def random_groups(rng: random.Random, block_size: int, chunking: bool) -> tuple[KVGroup, ...]:
     """One to three groups: windows that are no multiples of a block, and states."""
-    others = []
+    others: list[KVGroup] = []
     for _ in range(rng.randint(1, 2)):
         if (others and others[0].is_state) or rng.random() < 0.5:
             others.append(KVGroup(rng.randint(1, 2), window=rng.randint(1, 3 * block_size + 2)))

@@ -32,12 +32,14 @@ from tools.golden.vector_cases import (
     distances,
     write_case,
     write_case_gguf,
+    write_raw_classifier,
     write_reranker,
 )
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "sentence_transformers.npz"
 MAX_DISTANCE = 1e-4
 MAX_SCORE_DIFFERENCE = 1e-3
+MAX_LOGIT_DIFFERENCE = 5e-3
 QUANTISED_DISTANCE = 6e-3
 QUANTISED_SCORE_DIFFERENCE = 3e-2
 INT8 = LoadOptions(executor=ExecutorOptions(quantize="int8"))
@@ -94,6 +96,16 @@ def test_scores_are_those_of_a_cross_encoder(name: str, golden: Any, tmp_path: P
         assert np.abs(scores_of(llm) - golden[f"score.{name}"]).max() <= MAX_SCORE_DIFFERENCE
         with pytest.raises(PromptTooLongError):
             llm.score(*PAIRS[4][:1], [PAIRS[4][1]])
+
+
+def test_logits_are_scores_where_files_name_the_activation_identity(golden: Any, tmp_path: Path) -> None:
+    """A classifier by its config.json, and a reranker with the logit of one token by the file of its prompts."""
+    with LLM(str(write_raw_classifier(tmp_path / "classifier"))) as llm:
+        assert np.abs(scores_of(llm) - golden["score.bert.raw"]).max() <= MAX_LOGIT_DIFFERENCE
+    assert not ((golden["score.bert.raw"] >= 0) & (golden["score.bert.raw"] <= 1)).all()
+    with LLM(str(write_reranker(tmp_path / "answers", PAIR_TEMPLATE, has_modules=True, is_raw=True))) as llm:
+        found = np.array([llm.score(*short(index))[0] for index in range(NUM_SHORT_PAIRS)])
+    assert np.abs(found - golden["answer.raw"]).max() <= MAX_LOGIT_DIFFERENCE
 
 
 @pytest.mark.parametrize("is_published", [True, False])

@@ -343,6 +343,19 @@ def test_python_calls_name_the_text_that_is_refused(tmp_path: Path) -> None:
         assert llm.score("a", []) == []
 
 
+def test_scores_are_logits_where_the_files_of_a_reranker_demand_it(tmp_path: Path) -> None:
+    path = write_answering_reranker(tmp_path / "model")
+    with LLM(str(path)) as llm:
+        sigmoids = llm.score(QUERY, DOCUMENTS)
+    (path / "config_sentence_transformers.json").write_text('{"activation_fn": "torch.nn.modules.linear.Identity"}')
+    with LLM(str(path)) as llm:
+        logits = llm.score(QUERY, DOCUMENTS)
+    assert np.allclose(1 / (1 + np.exp(-np.array(logits))), sigmoids, atol=1e-6)
+    with serve(str(path), *IN_THREAD, "--served-model-name", "m") as running:
+        status, scored = post(running, SCORE, {"text_1": QUERY, "text_2": DOCUMENTS})
+    assert (status, [each["score"] for each in scored["data"]]) == (200, logits)
+
+
 def test_python_calls_are_refused_in_the_same_way(tmp_path: Path) -> None:
     with LLM(str(write_reranker(tmp_path / "reranker"))) as llm:
         assert len(llm.score(QUERY, DOCUMENTS)) == 3

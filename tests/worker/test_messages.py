@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -115,3 +116,9 @@ def test_grammars_see_the_same_vocabulary(pair: tuple[Tokenizer, Tokenizer]) -> 
     assert received.tokens == own.tokens
     assert received.special_token_ids == own.special_token_ids
     assert received.eos_token_id == own.eos_token_id
+
+
+def test_how_a_reranker_scores_reaches_the_server() -> None:
+    parts = replace(pocket(), answer_ids=(5,), has_raw_scores=True)
+    received = sent(parts).parts
+    assert (received.answer_ids, received.has_raw_scores) == ((5,), True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tools.random_configs import huggingface_config
@@ -35,6 +36,8 @@ _MINISTRAL = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+_BEYOND = {**_MINISTRAL, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5}
+"""Half of the stored logits are of positions beyond the trained context."""
 _SHORT = [1.0 + 0.25 * index for index in range(12)]
 _LONG = [2.0 + 0.5 * index for index in range(12)]
 _QWEN2, _PHI3 = SHAPES["tiny-qwen2"], replace(SHAPES["tiny-phi3"], rotary_dim=24)
@@ -79,7 +82,12 @@ HUGGINGFACE_CASES: Mapping[str, ArchitectureCase] = {
     "granitemoehybrid-no-rope": ArchitectureCase(
         replace(SHAPES["tiny-granitemoehybrid"], tied_embeddings=False, unrotated_layers=(0, 1))
     ),
+    "granite_swa": ArchitectureCase(SHAPES["tiny-granite_swa"]),
+    "granite_swa-two-bases": ArchitectureCase(
+        replace(SHAPES["tiny-granite_swa"], unrotated_layers=()), {"layer_rope_theta": [1e6, 1e4, 1e4, 1e4]}
+    ),
     "mistral3": ArchitectureCase(SHAPES["tiny-mistral3"], {"rope_parameters": {**_ROPE, **_MINISTRAL}}),
+    "mistral3-beyond": ArchitectureCase(SHAPES["tiny-mistral3"], {"rope_parameters": {**_ROPE, **_BEYOND}}),
     "olmo2": ArchitectureCase(SHAPES["tiny-olmo2"]),
     "olmo3": ArchitectureCase(
         _OLMO3,
@@ -126,12 +134,12 @@ def _longrope(writer: Any) -> None:
         writer.add_tensor(f"rope_factors_{name}.weight", np.array(factors, np.float32))
 
 
-def _ministral(writer: Any) -> None:
+def _ministral(writer: Any, trained: int = 128, beta: float = 0.1) -> None:
     writer.add_string("mistral3.rope.scaling.type", "yarn")
     writer.add_rope_scaling_factor(4.0)
-    writer.add_rope_scaling_orig_ctx_len(128)
+    writer.add_rope_scaling_orig_ctx_len(trained)
     writer.add_rope_scaling_yarn_log_mul(1.0)
-    writer.add_attn_temperature_scale(0.1)
+    writer.add_attn_temperature_scale(beta)
 
 
 _BOTH = ("F32", "Q8_0")
@@ -144,7 +152,9 @@ GGUF_CASES: Mapping[str, GgufCase] = {
     "phi3": GgufCase(replace(SHAPES["tiny-phi3"], windows=()), encodings=_BOTH),
     "phi3-longrope": GgufCase(replace(_PHI3, windows=()), _longrope),
     "granite": GgufCase(SHAPES["tiny-granite"], encodings=_BOTH),
+    "granite_swa": GgufCase(SHAPES["tiny-granite_swa"], encodings=_BOTH),
     "mistral3": GgufCase(SHAPES["tiny-mistral3"], _ministral, encodings=_BOTH),
+    "mistral3-beyond": GgufCase(SHAPES["tiny-mistral3"], partial(_ministral, trained=32, beta=0.5)),
     "olmo2": GgufCase(SHAPES["tiny-olmo2"]),
     "olmo3": GgufCase(_OLMO3),
     "smollm3": GgufCase(SHAPES["tiny-smollm3"]),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.model import Artifact
+from lockstep.artifacts.model import Artifact, QueryScaling
 from lockstep.engine.loading import verify_model
 from lockstep.engine.options import LoadOptions
 from lockstep.executors.fixed_plans import num_regions
@@ -25,6 +25,7 @@ from tests.executors.native.encoder_models import loaded_encoder, open_encoder_g
 from tests.executors.native.support import SMALL_LLAMA, SMALL_QWEN3, TINY, random_artifact, run
 
 DIGESTS = Path(__file__).resolve().parents[2] / "tests" / "golden" / "native_digests.json"
+_SCALED = ", queries scaled by position"
 LENGTH = 140
 """Prompt length in tokens: longer than a segment of attention, so that segments are merged."""
 
@@ -33,6 +34,7 @@ def cases() -> dict[str, tuple[str, str, str]]:
     """Cases by name: shape, encoding, and precision of keys and values."""
     of_architectures = {f"{name} F32 f32": (name, "F32", "f32") for name in TINY}
     of_architectures |= {f"{name} Q8_0 f16": (name, "Q8_0", "f16") for name in TINY}
+    of_architectures[f"tiny-mistral3 F32 f32{_SCALED}"] = ("tiny-mistral3", "F32", "f32")
     encodings = ("BF16", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
     of_encodings = {f"tiny-llama {each} int8": ("tiny-llama", each, "int8") for each in encodings}
     blocks = ("Q4_K", "Q5_K", "Q6_K", "Q4_K_M", "Q3_K", "IQ4_XS")
@@ -43,7 +45,10 @@ def cases() -> dict[str, tuple[str, str, str]]:
 def artifact_of(name: str) -> Artifact:
     shape_name, encoding, _ = cases()[name]
     shapes = {**TINY, "small-llama": SMALL_LLAMA, "small-qwen3": SMALL_QWEN3}
-    return random_artifact(replace(shapes[shape_name]), encoding)
+    artifact = random_artifact(replace(shapes[shape_name]), encoding)
+    if name.endswith(_SCALED):
+        artifact = replace(artifact, config=replace(artifact.config, query_scaling=QueryScaling(0.5, 32)))
+    return artifact
 
 
 def prompt_digest(name: str, isa: str | None = None) -> str:

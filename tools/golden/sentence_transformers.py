@@ -27,6 +27,7 @@ from tools.golden.vector_cases import (
     VectorCase,
     card_prompt,
     write_case,
+    write_raw_classifier,
     write_reranker,
 )
 
@@ -58,11 +59,11 @@ def cosines(model: Any) -> Any:
     return pairwise_cos_sim(queries, documents).numpy()
 
 
-def scores(path: Path) -> Any:
-    """Scores of the pairs by a classifier."""
+def scores(path: Path, num_pairs: int = len(PAIRS)) -> Any:
+    """Scores of the first pairs by a reranker, with the activation that its files name."""
     from sentence_transformers import CrossEncoder
 
-    return CrossEncoder(str(path), device="cpu").predict(list(PAIRS))
+    return CrossEncoder(str(path), device="cpu").predict(list(PAIRS[:num_pairs]))
 
 
 def answers(folder: Path) -> dict[str, Any]:
@@ -103,6 +104,9 @@ def main() -> None:
             golden |= {f"embed.{case_name}{suffix}": rows for suffix, rows in found.items()}
         for case_name, case in CLASSIFIERS.items():
             golden[f"score.{case_name}"] = scores(write_case(folder / f"classifier-{case_name}", case))
+        golden["score.bert.raw"] = scores(write_raw_classifier(folder / "raw-classifier"))
+        raw = write_reranker(folder / "raw", PAIR_TEMPLATE, has_modules=True, is_raw=True)
+        golden["answer.raw"] = scores(raw, NUM_SHORT_PAIRS)
         golden |= answers(folder)
     for key, values in golden.items():
         print(key, values.shape, values if values.ndim == 1 else f"norm {np.linalg.norm(values[-1]):.4f}")

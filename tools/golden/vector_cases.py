@@ -218,8 +218,20 @@ def write_case_gguf(path: Path, encoding: str) -> Path:
     return write_encoder_gguf(path, encoder, encoding, seed=SEED, extra=add_vocabulary, rounds=True)
 
 
-def write_reranker(directory: Path, template: str, *, has_modules: bool) -> Path:
-    """Write a Qwen3-Reranker, as Qwen publishes it or with the modules of sentence-transformers."""
+def write_raw_classifier(directory: Path) -> Path:
+    """Write the classifier ``bert`` with the activation Identity in its config.json."""
+    path = write_case(directory, CLASSIFIERS["bert"])
+    config = json.loads((path / "config.json").read_text())
+    _write_json(path / "config.json", config | {"sentence_transformers": {"activation_fn": _IDENTITY}})
+    return path
+
+
+def write_reranker(directory: Path, template: str, *, has_modules: bool, is_raw: bool = False) -> Path:
+    """Write a Qwen3-Reranker, as Qwen publishes it or with the modules of sentence-transformers.
+
+    Args:
+        is_raw: whether its modules score by the logit of ``yes`` alone, and as it is.
+    """
     tokenizer = _qwen_tokenizer("$A")
     _write_qwen(directory, tokenizer, "F32", prefix="model.")
     _write_tokenizer(directory, VectorCase("", lambda: tokenizer, _QWEN))
@@ -227,18 +239,21 @@ def write_reranker(directory: Path, template: str, *, has_modules: bool) -> Path
     if has_modules:
         folder = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
         _write_json(directory / "modules.json", [_module(0, _TRANSFORMER, ""), _module(1, folder, "1_LogitScore")])
-        ids = {"true_token_id": tokenizer.token_to_id("yes"), "false_token_id": tokenizer.token_to_id("no")}
+        other = None if is_raw else tokenizer.token_to_id("no")
+        ids = {"true_token_id": tokenizer.token_to_id("yes"), "false_token_id": other}
         _write_json(directory / "1_LogitScore" / "config.json", ids)
         call = {"method": "forward", "method_output_name": "logits"}
         modalities = {"text": call, "message": {**call, "format": "flat"}}
         own = {"transformer_task": "text-generation", "modality_config": modalities}
         _write_json(directory / "sentence_bert_config.json", {**own, "module_output_name": "causal_logits"})
         kind: dict[str, Any] = {"model_type": "CrossEncoder", "prompts": {}, "default_prompt_name": None}
+        kind |= {"activation_fn": _IDENTITY} if is_raw else {}
         _write_json(directory / "config_sentence_transformers.json", kind)
     return directory
 
 
 _TRANSFORMER = "sentence_transformers.models.Transformer"
+_IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def _write_qwen(directory: Path, tokenizer: Tokenizer, encoding: str, prefix: str) -> None:

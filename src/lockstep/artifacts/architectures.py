@@ -22,9 +22,6 @@ class Architecture:
     """Class name of the architecture's classifier; empty: none is supported."""
     model_type: str = ""
     """Model type in config.json; empty: equal to the name."""
-    wrapper_name: str = ""
-    """Class name of models that also read images, and whose part for text has the architecture; empty: there are
-    none."""
     in_gguf: bool = True
     """True if GGUF files use the name. GGUF files of other architectures have the name of a compatible one."""
     interleaved: bool = False
@@ -47,7 +44,8 @@ class Architecture:
     """Kind of the layers that are not attention, as in `ModelConfig.mixers`; empty: all layers are attention."""
     windows: str = "none"
     """Layers with a sliding window: ``none``, ``all`` (if its size is set), ``optional`` (the layers that the file
-    lists, if it enables them) or ``periodic`` (all but every ``period``-th)."""
+    lists, if it enables them), ``periodic`` (all but every ``period``-th, the last of each period) or ``listed`` (those
+    that the file lists; without a list, all but the first of each ``period``)."""
     period: int = 0
     """Distance of layers with attention to all tokens, if files list no kinds of layers."""
     rms_norm_eps: float = 1e-6
@@ -58,6 +56,8 @@ class Architecture:
     local_rope_theta: float | None = None
     """Rope base in layers with a window; None: equal to ``rope_theta``."""
     sliding_window: int = 0
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of keys that the ``text_config`` of a model with images may lack."""
 
 
 _ENCODER = {"bidirectional": True, "tied_embeddings": True, "layer_norm": True, "embedding_norm": True}
@@ -88,9 +88,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             rope_theta=1e6,
             local_rope_theta=1e4,
             sliding_window=4096,
+            defaults={
+                "vocab_size": 262208,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 131072,
+            },
         ),
         Architecture("phi3", "Phi3ForCausalLM", fused=True, partial_rope=True, windows="all", rms_norm_eps=1e-5),
         Architecture("granite", "GraniteForCausalLM", interleaved=True),
+        Architecture(
+            "granite_swa",
+            "GraniteSWAForCausalLM",
+            interleaved=True,
+            traits={"sinks": True},
+            windows="listed",
+            period=4,
+            rms_norm_eps=1e-5,
+            tied_embeddings=True,
+            sliding_window=128,
+        ),
         Architecture("granitemoehybrid", "GraniteMoeHybridForCausalLM", in_gguf=False, has_shared_mlp=True),
         Architecture(
             "mistral3",
@@ -118,7 +135,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "qwen35",
             "Qwen3_5ForCausalLM",
             model_type="qwen3_5_text",
-            wrapper_name="Qwen3_5ForConditionalGeneration",
             traits={"qk_norm": True, "attention_gate": True},
             norm_offset=1.0,
             partial_rope=True,

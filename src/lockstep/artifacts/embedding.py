@@ -1,8 +1,9 @@
 """Vectors of models: reads how they are made, from the files of sentence-transformers and the metadata of GGUF.
 
 sentence-transformers writes a list of modules (``modules.json``), each with its directory. The modules that are read
-here are Transformer, Pooling (one mode), Dense (a layer on the pooled vector) and Normalize; a model with another one
-is refused, because its vectors would be wrong without it. ``config_sentence_transformers.json`` has the prompts.
+here are Transformer, Pooling (one mode), Dense (a layer on the pooled vector), Normalize and LogitScore; a model with
+another one is refused, because its vectors would be wrong without it. ``config_sentence_transformers.json`` has the
+prompts, and the function that a reranker's logit goes through.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
     modules = _modules(path)
     prompts = read_optional_json(path / PROMPTS)
     pooling: Pooling | None = None
-    answer_ids: tuple[int, int] | None = None
+    answer_ids: tuple[int, ...] | None = None
     dense: list[DenseModule] = []
     normalizes = False
     for kind, directory in modules:
@@ -94,6 +95,31 @@ def read_sentence_transformers(path: Path) -> EmbeddingConfig | None:
         max_tokens=max_tokens_of(path),
         lowercase=_lengths(path).flag("do_lower_case", False),
     )
+
+
+def scores_are_raw(path: Path, declared: Metadata) -> bool:
+    """True if the scores of a reranker are its logits, because a file names the activation Identity. Otherwise they are
+    the sigmoids of its logits.
+
+    The file of sentence-transformers comes before config.json, which has the name in the spelling of version 4 or of
+    earlier ones. Names outside torch are ignored, as by sentence-transformers without ``trust_remote_code``.
+
+    Args:
+        declared: config.json.
+
+    Raises:
+        UnsupportedArtifactError: another activation of torch is named.
+    """
+    own = read_optional_json(path / PROMPTS)
+    newer = declared.section("sentence_transformers")
+    stated = newer.text("activation_fn", declared.text("sbert_ce_default_activation_function", ""))
+    for file, name in ((own, own.text("activation_fn", "")), (declared, stated)):
+        if name.startswith("torch."):
+            kind = name.rpartition(".")[2]
+            if kind not in ("Identity", "Sigmoid"):
+                raise file.unsupported(f"scores through the activation {kind!r}; supported: Identity, Sigmoid")
+            return kind == "Identity"
+    return False
 
 
 def max_tokens_of(path: Path) -> int | None:
@@ -168,7 +194,7 @@ def with_dense_modules(config: ModelConfig, modules: Sequence[DenseModule], path
 def files_of(path: Path) -> tuple[str, ...]:
     """Names of the files in a directory that decide how vectors are made, for the model's fingerprint."""
     if not (path / MODULES).is_file():
-        return ()
+        return (PROMPTS,) if (path / PROMPTS).is_file() else ()
     names = [name for name in (MODULES, PROMPTS, *LENGTHS) if (path / name).is_file()]
     for _, directory in _modules(path):
         if directory:
@@ -241,13 +267,13 @@ def _pooling(config: Metadata) -> Pooling:
     return _MODES[str(mode)]
 
 
-def _answer_ids(declared: Metadata) -> tuple[int, int]:
-    ids = (declared.integer("true_token_id"), declared.integer("false_token_id", -1))
-    if ids[1] < 0:
-        raise declared.unsupported("scores by the logit of one token; two tokens are supported")
-    if ids[0] < 0:
-        raise declared.corrupt(f"'true_token_id' is {ids[0]}; a token id is expected")
-    return ids
+def _answer_ids(declared: Metadata) -> tuple[int, ...]:
+    """The token whose logit is the score, and the token whose logit is subtracted from it, if there is one."""
+    keys = ["true_token_id", *(["false_token_id"] if "false_token_id" in declared.values else [])]
+    for key in keys:
+        if declared.integer(key) < 0:
+            raise declared.corrupt(f"{key!r} is {declared.integer(key)}; a token id is expected")
+    return tuple(declared.integer(key) for key in keys)
 
 
 def _dense(path: Path, folder: str) -> DenseModule:

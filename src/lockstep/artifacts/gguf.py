@@ -50,7 +50,7 @@ from lockstep.artifacts.layout import (
     split_fused,
 )
 from lockstep.artifacts.metadata import Metadata
-from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, RopeScaling, Tensor
+from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, QueryScaling, RopeScaling, Tensor
 from lockstep.artifacts.task import Task
 from lockstep.artifacts.tensors import bytes_by_encoding
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
@@ -73,6 +73,8 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_WHOLE_NAMES = {"attn_sinks.weight": "self_attn.sinks"}
+"""Names of tensors whose canonical names do not end with the same word."""
 _POST_NORM_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -180,11 +182,12 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
         rms_norm_eps=metadata.real(f"{prefix}.attention.layer_norm_rms_epsilon"),
         rope_theta=theta,
         rope_scaling=scaling,
+        query_scaling=_query_scaling(metadata, prefix),
         rotary_dim=rotary_dim,
-        local_rope_theta=_local_theta(metadata, architecture, theta) if windows else None,
+        local_rope_theta=_local_theta(metadata, architecture, theta) if windows and prefix != "granite_swa" else None,
         tied_embeddings=LM_HEAD not in tensors,
         windows=windows,
-        unrotated_layers=tuple(range(_SMOLLM3_PERIOD - 1, num_layers, _SMOLLM3_PERIOD)) if prefix == "smollm3" else (),
+        unrotated_layers=_unrotated_layers(metadata, prefix, num_layers),
         **fields,
     )
     return with_gguf_head(config, metadata, tensors) if config.bidirectional else config
@@ -196,12 +199,13 @@ def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Te
     names = dict(_LAYER_NAMES)
     if row is not None and row.traits.get("post_norm", False):
         names |= _POST_NORM_NAMES
-    global_names, whole_names = dict(_GLOBAL_NAMES), GGUF_WHOLE_NAMES if architecture == "qwen35" else {}
+    global_names, whole_names = dict(_GLOBAL_NAMES), dict(_WHOLE_NAMES)
     if architecture in GGUF_LAYER_NAMES:
         names |= GGUF_LAYER_NAMES[architecture]
         global_names |= GGUF_GLOBAL_NAMES
     elif architecture in GGUF_HYBRID_NAMES:
         names |= GGUF_HYBRID_NAMES[architecture]
+        whole_names |= GGUF_WHOLE_NAMES if architecture == "qwen35" else {}
         global_names[GGUF_LFM2_NORM] = f"{FINAL_NORM}.weight"
     elif row is not None and row.fused:
         names |= _FUSED_NAMES
@@ -272,7 +276,7 @@ def _scales(
         is_largest = prefix == "gemma3" and num_layers == _GEMMA3_27B_LAYERS
         scaled_by = hidden_size // max(num_heads, 1) if is_largest else head_dim
         return {"embedding_scale": max(hidden_size, 0) ** 0.5, "attention_scale": max(scaled_by, 1) ** -0.5}
-    if prefix == "granite":
+    if prefix in ("granite", "granite_swa"):
         attention = metadata.real(f"{prefix}.attention.scale", 0.0)
         return {
             "embedding_scale": metadata.real(f"{prefix}.embedding_scale", 0.0) or 1.0,
@@ -284,13 +288,33 @@ def _scales(
 
 
 def _windows(metadata: Metadata, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
-    """Window sizes as in llama.cpp, which implements windows for gemma3 and olmo2 only and ignores those of phi3."""
+    """Window sizes as in llama.cpp, which ignores those of phi3."""
+    if architecture.name == "granite_swa":
+        size = metadata.integer("granite_swa.attention.sliding_window")
+        flags = _flags(metadata, "granite_swa.attention.sliding_window_pattern", num_layers)
+        return tuple(size if flag else 0 for flag in flags)
     periods = {"gemma3": architecture.period, "gemma-embedding": architecture.period, "olmo2": _OLMO3_PERIOD}
     size = metadata.integer(f"{architecture.name}.attention.sliding_window", 0)
     if architecture.name not in periods or size == 0:
         return ()
     period = metadata.integer(f"{architecture.name}.attention.sliding_window_pattern", periods[architecture.name])
     return tuple(size if period > 0 and (layer + 1) % period else 0 for layer in range(num_layers))
+
+
+def _unrotated_layers(metadata: Metadata, prefix: str, num_layers: int) -> tuple[int, ...]:
+    if prefix == "smollm3":
+        return tuple(range(_SMOLLM3_PERIOD - 1, num_layers, _SMOLLM3_PERIOD))
+    pattern = f"{prefix}.attention.rope_pattern"
+    if prefix != "granite_swa" or pattern not in metadata.values:
+        return ()
+    return tuple(layer for layer, is_rotated in enumerate(_flags(metadata, pattern, num_layers)) if not is_rotated)
+
+
+def _flags(metadata: Metadata, key: str, num_layers: int) -> list[bool]:
+    flags = metadata.numbers(key)
+    if flags.shape != (num_layers,):
+        raise metadata.corrupt(f"{key!r} has {len(flags)} entries; {num_layers} are expected")
+    return [bool(flag) for flag in flags]
 
 
 def _local_theta(metadata: Metadata, architecture: Architecture, theta: float) -> float:
@@ -329,11 +353,15 @@ def _rope_scaling(file: GgufFile, architecture: Architecture, rotary_dim: int) -
     factor = metadata.real(f"{prefix}.rope.scaling.factor", old_factor)
     if kind == "linear":
         return RopeScaling("linear", factor), context
-    scaling = _yarn(metadata, f"{prefix}.rope.scaling.", factor, context)
-    if metadata.real(f"{prefix}.attention.temperature_scale", 0.0):
-        # Queries are scaled by their positions, beginning with the first one beyond the trained context.
-        return scaling, min(context, int(scaling.parameters["original_max_position_embeddings"]))
-    return scaling, context
+    return _yarn(metadata, f"{prefix}.rope.scaling.", factor, context), context
+
+
+def _query_scaling(metadata: Metadata, prefix: str) -> QueryScaling | None:
+    beta = metadata.real(f"{prefix}.attention.temperature_scale", 0.0)
+    if not beta or prefix != "mistral3":
+        return None
+    context = metadata.integer(f"{prefix}.context_length")
+    return QueryScaling(beta, metadata.integer(f"{prefix}.rope.scaling.original_context_length", context))
 
 
 def _yarn(metadata: Metadata, prefix: str, factor: float, context: int) -> RopeScaling:

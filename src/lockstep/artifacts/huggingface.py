@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,14 +19,15 @@ from lockstep.artifacts.embedding import (
     files_of,
     max_tokens_of,
     read_sentence_transformers,
+    scores_are_raw,
     task_of,
     with_dense_modules,
 )
 from lockstep.artifacts.encoders import canonical_tensors
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
-from lockstep.artifacts.huggingface_config import has_head, read_config
-from lockstep.artifacts.hybrids import huggingface_tensors, text_part
+from lockstep.artifacts.huggingface_config import has_head, read_config, text_part
+from lockstep.artifacts.hybrids import huggingface_tensors
 from lockstep.artifacts.layout import HEAD, LM_HEAD, MappedWeights, check_config, check_tensors, split_fused
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
 from lockstep.artifacts.model import Artifact, DenseModule, EmbeddingConfig, Tensor, TokenizerParts
@@ -46,6 +47,8 @@ SMALL_FILES = (
 )
 """Files other than the weights that are read here and affect the model's behavior."""
 _PREFIX = "model."
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": _PREFIX}
+"""Beginnings of the names of a language model's tensors beside other towers, and those of a model of its own."""
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
 
 
@@ -55,20 +58,24 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     Raises:
         ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: the error names the invalid file.
     """
-    declared = read_json(path / "config.json")
+    declared = text_part(read_json(path / "config.json"))
     config = read_config(declared)
     row = ARCHITECTURES[config.architecture]
-    declared = text_part(declared, row)
     embedding = read_sentence_transformers(path)
     if embedding is None and not has_head(declared):
         embedding = EmbeddingConfig(max_tokens=max_tokens_of(path))
     modules = () if embedding is None or config.num_labels else embedding.dense
     config = with_dense_modules(config, modules, path)
     check_config(config, declared.path)
+    is_raw = task_of(config, embedding) == "rerank" and config.num_labels <= 1 and scores_are_raw(path, declared)
     generation = read_optional_json(path / "generation_config.json")
     defaults = from_generation_config(generation.values, generation.path)
     files = weight_files(path)
     tensors = _read_all(path, files)
+    if any(name.startswith(tuple(_TEXT_PREFIXES)) for name in tensors):
+        tensors = _text_tensors(tensors)
+        # Both configurations may have the flag, with different defaults. A head that is stored is used.
+        config = replace(config, tied_embeddings=LM_HEAD not in tensors)
     if config.bidirectional:
         tensors = canonical_tensors(config, tensors) | _dense_tensors(path, modules)
     elif embedding is not None and embedding.answer_ids is None:
@@ -91,11 +98,24 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         ),
         config=config,
         weights=MappedWeights(path, tensors),
-        load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation), embedding),
+        load_tokenizer=functools.partial(
+            read_tokenizer, path, config.vocab_size, (declared, generation), embedding, has_raw_scores=is_raw
+        ),
         sampling_defaults=defaults,
         task=task_of(config, embedding),
         embedding=embedding_of(config, embedding, max_tokens_of(path)),
     )
+
+
+def _text_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the language model of a model that also takes images or sound, in the spelling of any version."""
+    text: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for prefix, own in {**_TEXT_PREFIXES, LM_HEAD: LM_HEAD}.items():
+            if name.startswith(prefix):
+                renamed = own + name.removeprefix(prefix)
+                text[renamed] = replace(tensor, name=renamed)
+    return text
 
 
 def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -154,7 +174,12 @@ def weight_files(path: Path) -> list[str]:
 
 
 def read_tokenizer(
-    directory: Path, vocab_size: int, declared: Sequence[Metadata], embedding: EmbeddingConfig | None = None
+    directory: Path,
+    vocab_size: int,
+    declared: Sequence[Metadata],
+    embedding: EmbeddingConfig | None = None,
+    *,
+    has_raw_scores: bool = False,
 ) -> TokenizerParts:
     """Read a directory's tokenizer. The post-processor in tokenizer.json determines whether it adds BOS.
 
@@ -163,6 +188,7 @@ def read_tokenizer(
         vocab_size: number of rows of the embedding. All token ids must be smaller.
         declared: config.json and generation_config.json, for their ``eos_token_id``.
         embedding: the model's prompts for texts to embed.
+        has_raw_scores: whether the scores of a reranker are its logits.
 
     Raises:
         MissingTokenizerError: there is no tokenizer.json.
@@ -186,6 +212,7 @@ def read_tokenizer(
         prompts={} if embedding is None else embedding.prompts,
         default_prompt=None if embedding is None else embedding.default_prompt,
         answer_ids=None if embedding is None else embedding.answer_ids,
+        has_raw_scores=has_raw_scores,
     )
 
 

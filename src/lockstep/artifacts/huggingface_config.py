@@ -10,21 +10,23 @@ The settings of rotary embedding are read in the forms of all transformers versi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Context, Decimal
 from typing import Any
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.encoders import BERT_LIKE, read_huggingface_encoder
-from lockstep.artifacts.hybrids import read_huggingface_mixers, renamed_lfm2, text_part
+from lockstep.artifacts.hybrids import read_huggingface_mixers, renamed_lfm2
 from lockstep.artifacts.layout import check_num_layers
 from lockstep.artifacts.metadata import Metadata
-from lockstep.artifacts.model import ModelConfig, RopeScaling
+from lockstep.artifacts.model import ModelConfig, QueryScaling, RopeScaling
 
 _LAYER_KINDS = {"full_attention": False, "attention": False, "sliding_attention": True}
 KNOWN_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_CAUSAL = "ForCausalLM"
+_CAUSAL, _WITH_TEXT = "ForCausalLM", "ForConditionalGeneration"
+_SHARED = ("quantization_config", "eos_token_id")
+"""Keys beside ``text_config`` that override those in it."""
 
 
 def read_config(declared: Metadata) -> ModelConfig:
@@ -34,10 +36,10 @@ def read_config(declared: Metadata) -> ModelConfig:
         UnsupportedArtifactError: the architecture or a variant is not supported; the error names it.
         CorruptArtifactError: a value is missing or has the wrong type.
     """
+    declared = text_part(declared)
     architecture = _architecture(declared)
     if architecture.name in BERT_LIKE:
         return read_huggingface_encoder(declared, architecture)
-    declared = text_part(declared, architecture)
     if architecture.name == "lfm2":
         declared = renamed_lfm2(declared)
     _refuse_variants(declared, architecture)
@@ -48,7 +50,10 @@ def read_config(declared: Metadata) -> ModelConfig:
     head_dim = architecture.head_dim or hidden_size // max(num_heads, 1)
     head_dim = declared.integer("head_dim", head_dim)
     unrotated = _unrotated_layers(declared, architecture, num_layers)
+    windows = _windows(declared, architecture, num_layers, unrotated)
     rope = read_rope(declared, architecture, head_dim)
+    if "layer_rope_theta" in declared.values and architecture.name == "granite_swa":
+        rope, unrotated = _with_layer_bases(rope, declared, windows, num_layers)
     fields: dict[str, Any] = {
         "attention_bias": declared.flag("attention_bias", False),
         **_scales(declared, architecture, hidden_size),
@@ -72,9 +77,10 @@ def read_config(declared: Metadata) -> ModelConfig:
         rope_scaling=rope.scaling,
         rotary_dim=rope.rotary_dim,
         local_rope_theta=rope.local_theta,
+        query_scaling=rope.query_scaling,
         tied_embeddings=declared.flag("tie_word_embeddings", architecture.tied_embeddings),
         norm_offset=architecture.norm_offset,
-        windows=_windows(declared, architecture, num_layers, unrotated),
+        windows=windows,
         unrotated_layers=unrotated,
         **fields,
     )
@@ -88,6 +94,7 @@ class Rope:
     scaling: RopeScaling | None
     rotary_dim: int | None
     local_theta: float | None
+    query_scaling: QueryScaling | None
     max_model_len: int
 
 
@@ -101,7 +108,39 @@ def read_rope(declared: Metadata, architecture: Architecture, head_dim: int) -> 
         local_theta = local.real("rope_theta", local_theta)
     rotary_dim = _rotary_dim(rope, declared, architecture, head_dim)
     scaling, max_model_len = _scaling(rope, declared, architecture, head_dim if rotary_dim is None else rotary_dim)
-    return Rope(theta, scaling, rotary_dim, local_theta, max_model_len)
+    return Rope(theta, scaling, rotary_dim, local_theta, _query_scaling(rope, architecture), max_model_len)
+
+
+def _query_scaling(rope: Metadata, architecture: Architecture) -> QueryScaling | None:
+    beta = rope.real("llama_4_scaling_beta", 0.0)
+    if not beta or architecture.name != "mistral3":
+        return None
+    return QueryScaling(beta, _whole(rope.real("original_max_position_embeddings")))
+
+
+def _with_layer_bases(
+    rope: Rope, declared: Metadata, windows: tuple[int, ...], num_layers: int
+) -> tuple[Rope, tuple[int, ...]]:
+    """Rope bases by ``layer_rope_theta``, and the layers that are not rotated, whose base is 0."""
+    bases = declared.reals("layer_rope_theta")
+    if len(bases) != num_layers:
+        raise declared.corrupt(f"layer_rope_theta has {len(bases)} entries; {num_layers} are expected")
+    is_local = [bool(windows and windows[layer]) for layer in range(num_layers)]
+    full, local = (
+        sorted({base for base, flag in zip(bases, is_local, strict=True) if base and flag is kind})
+        for kind in (False, True)
+    )
+    if len(full) > 1 or len(local) > 1:
+        raise declared.unsupported(
+            "rope bases (layer_rope_theta) that differ among layers with a window, or among the others; "
+            "one for each of both kinds is supported"
+        )
+    theta = (full or local or [rope.theta])[0]
+    local_theta = local[0] if local and local[0] != theta else None
+    if local_theta is not None and rope.scaling is not None:
+        raise declared.unsupported("scaled rope beside rope bases that differ by layer (layer_rope_theta)")
+    unrotated = tuple(layer for layer, base in enumerate(bases) if not base)
+    return replace(rope, theta=theta, local_theta=local_theta), unrotated
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
@@ -132,10 +171,32 @@ def _headless() -> dict[str, Architecture]:
     return {f"{name.removesuffix(_CAUSAL)}Model": row for name, row in decoders.items() if row.name != "gemma3"}
 
 
+def text_part(declared: Metadata) -> Metadata:
+    """Configuration of the language model, as the config.json of a model of its own would have it, if ``declared``
+    is that of a model which also takes images or sound (``text_config`` in a ``...ForConditionalGeneration``, or
+    without a class name). Otherwise ``declared`` itself.
+
+    Raises:
+        UnsupportedArtifactError: the language model is not of a supported architecture.
+    """
+    names = declared.strings("architectures") if "architectures" in declared.values else []
+    if "text_config" not in declared.values or (names and not any(name.endswith(_WITH_TEXT) for name in names)):
+        return declared
+    text = declared.section("text_config")
+    kind = text.text("model_type")
+    rows = {row.model_type or row.name: row for row in ARCHITECTURES.values() if row.class_name.endswith(_CAUSAL)}
+    if kind not in rows:
+        known = ", ".join(rows)
+        raise declared.unsupported(f"a {' or '.join(names) or 'model'} with text of type {kind!r}; supported: {known}")
+    shared = {key: declared.values[key] for key in _SHARED if key in declared.values}
+    own = {"architectures": [rows[kind].class_name]}
+    return Metadata(declared.path, {**rows[kind].defaults, **text.values, **shared, **own})
+
+
 def _architecture(declared: Metadata) -> Architecture:
     """Find the architecture: by class name if config.json has one, because classifiers share the model type."""
     rows = ARCHITECTURES.values()
-    by_class = {name: row for row in rows for name in (row.class_name, row.wrapper_name, row.classifier_name) if name}
+    by_class = {name: row for row in rows for name in (row.class_name, row.classifier_name) if name}
     known = ", ".join(by_class)
     by_class |= _headless()
     if "architectures" in declared.values:
@@ -144,7 +205,7 @@ def _architecture(declared: Metadata) -> Architecture:
             if name in by_class:
                 return by_class[name]
         raise declared.unsupported(f"architecture {' or '.join(names) or 'without a name'}; supported: {known}")
-    model_type = declared.section("text_config").text("model_type", declared.text("model_type"))
+    model_type = declared.text("model_type")
     for row in ARCHITECTURES.values():
         if model_type == (row.model_type or row.name):
             return row
@@ -187,7 +248,7 @@ def _scales(declared: Metadata, architecture: Architecture, hidden_size: int) ->
         if scalar <= 0:
             raise declared.corrupt(f"query_pre_attn_scalar is {scalar}; a positive number is expected")
         return {"embedding_scale": max(hidden_size, 0) ** 0.5, "attention_scale": scalar**-0.5}
-    if architecture.name in ("granite", "granitemoehybrid"):
+    if architecture.name in ("granite", "granite_swa", "granitemoehybrid"):
         return {
             "embedding_scale": declared.real("embedding_multiplier", 1.0),
             "attention_scale": declared.real("attention_multiplier", 1.0),
@@ -243,6 +304,8 @@ def _local_layers(
     if architecture.windows == "periodic":
         period = declared.integer("sliding_window_pattern", architecture.period)
         return listed if listed is not None else [period > 0 and (layer + 1) % period != 0 for layer in layers]
+    if architecture.windows == "listed":
+        return listed if listed is not None else [layer % architecture.period != 0 for layer in layers]
     if not declared.flag("use_sliding_window", False):
         if listed is not None and any(listed):
             raise declared.unsupported("layers with sliding window attention, but use_sliding_window is not enabled")
@@ -324,8 +387,6 @@ def _scaling(
         scaling = _yarn(rope, trained)
         # Files that specify the trained context often also declare it as the full context.
         stated = any("original_max_position_embeddings" in section.values for section in (rope, declared))
-        if rope.real("llama_4_scaling_beta", 0.0):
-            return scaling, min(context, _whole(trained))  # beyond it, queries are scaled by their positions
         return scaling, max(context, _whole(scaling.factor * trained)) if stated else context
     return _longrope(rope, trained, context, rotary_dim)
 

@@ -29,7 +29,6 @@ _MAX_TAPS = 64
 _FULL = "full_attention"
 _RECURRENT_KINDS = {"delta_net": "linear_attention", "convolution": "conv"}
 """Names of recurrent layers in config.json, by kind."""
-_WRAPPED, _PLAIN = "model.language_model.", "model."
 KERNELS = (".linear_attn.conv1d.weight", ".conv.conv.weight")
 """Ends of the canonical names of convolutions' kernels ``[channels, taps]``, which are read as vectors are."""
 _UNUSED = re.compile(r"(model\.)?(visual|mtp)\..*", re.ASCII)
@@ -69,18 +68,6 @@ GGUF_WHOLE_NAMES: Mapping[str, str] = {"ssm_dt.bias": "linear_attn.dt_bias", "ss
 """Names of tensors in GGUF files whose canonical names do not end with the same word."""
 GGUF_LFM2_NORM = "token_embd_norm.weight"
 """Name of LFM2's final norm."""
-
-
-def text_part(declared: Metadata, architecture: Architecture) -> Metadata:
-    """The part of config.json that describes the decoder, if the model reads images as well.
-
-    `tie_word_embeddings` and `quantization_config` are valid for the whole model and override those of the part.
-    """
-    if not architecture.wrapper_name or "text_config" not in declared.values:
-        return declared
-    part = declared.section("text_config").values
-    kept = ("architectures", "tie_word_embeddings", "quantization_config", "eos_token_id")
-    return Metadata(declared.path, {**part, **{key: declared.values[key] for key in kept if key in declared.values}})
 
 
 def renamed_lfm2(declared: Metadata) -> Metadata:
@@ -164,9 +151,7 @@ def huggingface_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> d
     for name, tensor in tensors.items():
         if _UNUSED.fullmatch(name):
             continue
-        canonical = _PLAIN + name.removeprefix(_WRAPPED) if name.startswith(_WRAPPED) else name
-        if config.architecture == "lfm2":
-            canonical = _lfm2_name(canonical)
+        canonical = _lfm2_name(name) if config.architecture == "lfm2" else name
         is_kernel = canonical.endswith(KERNELS)
         if is_kernel and len(tensor.shape) == 3 and tensor.shape[1] == 1:
             shape = (tensor.shape[0], tensor.shape[2])

@@ -45,6 +45,8 @@ def check_config(config: ModelConfig, path: Path) -> None:
         "vocabulary size": config.vocab_size,
         "context length": config.max_model_len,
     }
+    if config.query_scaling is not None:
+        sizes["period of the queries' scaling"] = config.query_scaling.period
     for what, size in sizes.items():
         if not 1 <= size <= _MAX_SIZE:
             raise CorruptArtifactError(f"the {what} is {size}; 1 to {_MAX_SIZE} is expected", path=path)
@@ -152,6 +154,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             "self_attn.k_proj.bias": (keys,),
             "self_attn.v_proj.bias": (keys,),
         }
+    if config.sinks:
+        layer["self_attn.sinks"] = (config.num_heads,)
     if config.qk_norm:
         sizes = (queries, keys) if config.qk_norm_whole else (config.head_dim, config.head_dim)
         layer |= {"self_attn.q_norm.weight": sizes[:1], "self_attn.k_norm.weight": sizes[1:]}
@@ -306,6 +310,8 @@ def _positive_numbers(config: ModelConfig) -> dict[str, float]:
         "residual scale": config.residual_scale,
         "logits divisor": config.logits_divisor,
     }
+    if config.query_scaling is not None:
+        numbers["scaling of queries"] = config.query_scaling.beta
     scaling = config.rope_scaling
     if scaling is not None:
         numbers |= {"rope scaling factor": scaling.factor, "rope attention factor": scaling.attention_factor}

@@ -108,6 +108,15 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Factor of queries that grows with their position: 1 + beta * log(1 + floor(position / period))."""
+
+    beta: float
+    period: int
+    """Number of tokens after which the factor grows."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeadLayer:
     """One dense layer of the head of an encoder: a product, its activation, and a norm."""
 
@@ -136,9 +145,9 @@ class EmbeddingConfig:
     normalize: bool = True
     """True if the model's own pipeline scales vectors to length 1."""
     dense: tuple[DenseModule, ...] = ()
-    answer_ids: tuple[int, int] | None = None
-    """Tokens that mean relevant and not relevant, if the model scores documents by their logits; None: it does not, or
-    its files name no tokens."""
+    answer_ids: tuple[int, ...] | None = None
+    """Token that means relevant, and perhaps one that means not relevant, if the model scores documents by their
+    logits; None: it does not, or its files name no tokens."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts that are put before an input, by name, e.g. ``query``."""
     default_prompt: str | None = None
@@ -186,6 +195,10 @@ class ModelConfig:
     ``relu``."""
     attention_scale: float | None = None
     """Factor of the attention scores; None: head_dim ** -0.5."""
+    query_scaling: QueryScaling | None = None
+    """Factor of rotated queries by their position; None: queries are not scaled."""
+    sinks: bool = False
+    """Whether each head of a layer has a sink: the score of one more key, which has no value."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor of the outputs of attention and feed-forward that are added to the residual."""
@@ -295,8 +308,11 @@ class TokenizerParts:
     """Texts that are put before a text to embed, by name, e.g. ``query``."""
     default_prompt: str | None = None
     """Name of the prompt that is used if a request names none; None: no prompt."""
-    answer_ids: tuple[int, int] | None = None
-    """Tokens of a reranker that mean relevant and not relevant; None: those of ``yes`` and ``no``."""
+    answer_ids: tuple[int, ...] | None = None
+    """Token of a reranker that means relevant, and perhaps one that means not relevant; None: those of ``yes`` and
+    ``no``."""
+    has_raw_scores: bool = False
+    """Whether the scores of a reranker are its logits. Otherwise they are the sigmoids of its logits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,8 @@ class LLM:
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
-        """Score how relevant each document is to a query: 0 to 1, or the cosine of an embedding model, whose prompts
-        ``query`` and ``document`` are put before the texts.
+        """Score how relevant each document is to a query: 0 to 1, a logit if the reranker's files demand it, or the
+        cosine of an embedding model, whose prompts ``query`` and ``document`` are put before the texts.
 
         Args:
             instruction: what relevance means, for a reranker that reads one; None: its default.
@@ -166,7 +166,8 @@ class LLM:
         scoring = self.model.scoring
         calls = score_requests(self.model.name, scoring, query, documents, instruction, truncate_prompt_tokens)
         outputs = self._run([call for _, call in calls], [name for name, _ in calls])
-        return scores_of(scoring, [_vector(output) for output in outputs])
+        is_raw = self.model.tokenizer.parts.has_raw_scores
+        return scores_of(scoring, [_vector(output) for output in outputs], is_raw=is_raw)
 
     def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:
         """Yield the output of each step. Leaving the loop, or an interrupt in it, aborts the request.

@@ -1,8 +1,8 @@
 """Scores of pairs of texts: how relevant a document is to a query, by each kind of model.
 
-- A classifier reads both texts as one, and its head gives the score.
+- A classifier reads both texts as one, and its head gives the logit of the score.
 - A model of text answers whether the document meets the query: the score is the probability of ``yes`` against ``no``,
-  as in the model card of Qwen3-Reranker.
+  as in the model card of Qwen3-Reranker. Its files may name other tokens, or only one, whose logit is then used alone.
 - An embedding model gives a vector of each text, and the score is their cosine.
 """
 
@@ -83,13 +83,15 @@ def score_requests(
     return [("query", first), *others]
 
 
-def scores_of(scoring: Scoring | None, vectors: Sequence[npt.NDArray[np.float32]]) -> list[float]:
-    """Scores of the documents, by the vectors of their `score_requests`."""
+def scores_of(
+    scoring: Scoring | None, vectors: Sequence[npt.NDArray[np.float32]], *, is_raw: bool = False
+) -> list[float]:
+    """Scores of the documents, by the vectors of their `score_requests`. ``is_raw``: see `pair_score`."""
     if scoring == "cosine":
         query, *documents = vectors
         return [cosine(query, document) for document in documents]
     assert scoring is not None, "the requests were made for a model that gives scores"
-    return [pair_score(scoring, vector) for vector in vectors]
+    return [pair_score(scoring, vector, is_raw=is_raw) for vector in vectors]
 
 
 def check_not_blank(text: str, name: str) -> None:
@@ -170,20 +172,25 @@ def _pair_messages(
     return ({"role": "system", "content": _SYSTEM}, {"role": "user", "content": question})
 
 
-def pair_score(scoring: Scoring, vector: npt.NDArray[np.float32]) -> float:
-    """Score between 0 and 1 from the vector of a `pair_request`: a classifier's value, or two logits.
+def pair_score(scoring: Scoring, vector: npt.NDArray[np.float32], *, is_raw: bool = False) -> float:
+    """Score from the vector of a `pair_request`: a classifier's value, or the logits of one or two tokens.
+
+    Args:
+        is_raw: whether the score is the logit itself. Otherwise it is its sigmoid, which is between 0 and 1.
 
     Raises:
         InvalidParameterError: the classifier has several labels, so that no one value is the score.
     """
     if scoring == "answer":
-        value = float(vector[0]) - float(vector[1])
+        value = float(vector[0]) - sum(map(float, vector[1:]))
     elif len(vector) == 1:
         value = float(vector[0])
     else:
         raise InvalidParameterError(
             f"this model's classifier has {len(vector)} labels, and a score needs exactly one", param="model"
         )
+    if is_raw:
+        return value
     power = float(row_math().weigh(np.array([-abs(value)], np.float32), 0.0, 1.0)[0])
     return (1.0 if value >= 0 else power) / (1.0 + power)
 

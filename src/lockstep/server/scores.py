@@ -229,9 +229,10 @@ async def _scored(
     _, outputs = await vector_outputs(
         request, body.model, body.user, lambda caller: _pair_calls(body, pairs, max_document_tokens, caller)
     )
-    scoring = cluster.card(body.model).scoring  # known, since the model has answered
-    assert scoring is not None, "a reranker gives scores"
-    return [pair_score(scoring, vector_of(output)) for output in outputs], outputs
+    card = cluster.card(body.model)  # known by now, since the model has answered
+    assert card.scoring is not None, "a reranker gives scores"
+    is_raw = card.tokenizer.parts.has_raw_scores
+    return [pair_score(card.scoring, vector_of(output), is_raw=is_raw) for output in outputs], outputs
 
 
 def _pair_calls(body: ScoringBody, pairs: Sequence[Pair], max_document_tokens: int | None, caller: Caller) -> Calls:

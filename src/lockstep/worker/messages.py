@@ -282,7 +282,8 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
     end_token_ids: tuple[int, ...]
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
-    answer_ids: tuple[int, int] | None = None
+    answer_ids: tuple[int, ...] | None = None
+    has_raw_scores: bool = False
 
     @classmethod
     def of(cls, parts: TokenizerParts) -> TokenizerPayload:
@@ -295,6 +296,7 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
             dict(parts.prompts),
             parts.default_prompt,
             parts.answer_ids,
+            parts.has_raw_scores,
         )
 
     def parts(self) -> TokenizerParts:
@@ -310,6 +312,7 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
             self.prompts,
             self.default_prompt,
             self.answer_ids,
+            self.has_raw_scores,
         )
 
 

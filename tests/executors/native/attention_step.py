@@ -13,6 +13,7 @@ from lockstep.executors.native.forward import BLOCK_TOKENS, STORAGES
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 EPSILON = 1e-5
+QUERY_BETA = 0.25
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,19 @@ class Heads:
     """Queries and keys are normalised."""
     is_bidirectional: bool = False
     """Tokens see later ones, and a window reaches half its size to each side."""
+    query_period: int = 0
+    """Queries are scaled by position, each time after so many tokens."""
+    has_sinks: bool = False
 
     @property
     def norms(self) -> Floats:
         """[2, head_dim]: weights of the norms of queries and keys."""
         return np.linspace(0.5, 1.5, 2 * self.head_dim, dtype=np.float32).reshape(2, -1)
+
+    @property
+    def sinks(self) -> Floats:
+        """[heads]: from a sink without effect to one that takes nearly everything."""
+        return np.linspace(-30, 9, self.heads, dtype=np.float32)
 
     def rotary(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """[tokens, rotary_dim]: cosines of each pair, then sines."""
@@ -104,6 +113,8 @@ def step_of(
         arrays["rotary"] = heads.rotary(np.arange(num_rotations)).astype(np.float32)
     if heads.is_normed:
         arrays["norms"] = heads.norms
+    if heads.has_sinks:
+        arrays["sinks"] = heads.sinks
     arrays["out"] = np.full((len(arrays["projected"]), heads.heads, heads.head_dim), np.nan, np.float32)
     numbers: dict[str, Any] = {
         "kv_heads": heads.kv_heads,
@@ -112,6 +123,8 @@ def step_of(
         "heads": heads.heads,
         "window": heads.window,
         "rotary_dim": heads.rotary_dim,
+        "query_period": heads.query_period,
+        "query_beta": QUERY_BETA,
         "scale": heads.head_dim**-0.5,
         "epsilon": EPSILON,
         "num_parts": 1,
@@ -140,14 +153,19 @@ def reference(heads: Heads, chunk: Chunk) -> npt.NDArray[np.float64]:
     queries = prepared(chunk.queries, heads.norms[0])
     keys, values = prepared(chunk.keys, heads.norms[1]), chunk.values.astype(np.float64)
     keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
+    if heads.query_period:
+        queries *= 1 + QUERY_BETA * np.log(1 + np.arange(length)[:, None, None] // heads.query_period)
     scores = np.einsum("qhd,khd->hqk", queries, keys) * heads.head_dim**-0.5
     ages = np.arange(length)[:, None] - np.arange(length)[None, :]
     seen = (ages >= 0) & (ages < (heads.window or length))
     if heads.is_bidirectional:
         seen = np.abs(ages) <= (heads.window // 2 if heads.window else length)
     scores = np.where(seen, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    peaks = scores.max(axis=-1, keepdims=True)
+    weights, totals = np.exp(scores - peaks), np.exp(scores - peaks).sum(axis=-1, keepdims=True)
+    if heads.has_sinks:
+        totals += np.exp(heads.sinks[:, None, None] - peaks)
+    weights /= totals
     mixed: npt.NDArray[np.float64] = np.einsum("hqk,khd->qhd", weights, values)
     return mixed
 

@@ -222,7 +222,7 @@ class DeltaLayer:
     key_dim: int
     value_dim: int
     is_tiled: bool = False
-    places: Any = field(init=False)
+    places: Any = field(init=False, repr=False)
     """Array of `Place`."""
 
     def __post_init__(self) -> None:

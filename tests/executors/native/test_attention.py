@@ -32,11 +32,14 @@ UNUSUAL = (
     Heads(4, 2, 40, "int8", window=17, rotary_dim=40),
     Heads(13, 1, 512, "f16", rotary_dim=512),
     Heads(2, 1, 504, "f32", rotary_dim=128),
+    *(Heads(6, 2, 64, each, window=40, rotary_dim=64, query_period=7, has_sinks=True) for each in ("f32", "f16")),
+    Heads(8, 1, 24, "f32", query_period=64),
+    Heads(5, 5, 8, "f32", has_sinks=True),
 )
 ERRORS = {"f32": 2e-6, "f16": 2e-3, "int8": 3e-2}
 ITEM = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ITEM, ctypes.c_void_p)
-SIZES = ("projected", "rotary", "norms", "cache", "out", "totals", "queries")
+SIZES = ("projected", "rotary", "norms", "sinks", "cache", "out", "totals", "queries")
 
 
 class Step(ctypes.Structure):
@@ -44,14 +47,18 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("kv_heads", "head_dim", "storage", "heads", "window", "rotary_dim")),
-        *((name, ctypes.c_float) for name in ("scale", "epsilon")),
+        ("query_period", ctypes.c_int),
+        *((name, ctypes.c_float) for name in ("query_beta", "scale", "epsilon")),
         *((name, ctypes.c_int) for name in ("num_parts", "part", "num_norms", "only_reads")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_blocks", "plan_size")),
-        *((name, ctypes.c_void_p) for name in ("projected", "rotary", "norms", "plan", "first_columns", "cache")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("projected", "rotary", "norms", "sinks", "plan", "first_columns", "cache")
+        ),
         ("block_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("out", "totals", "queries")),
         ("query_stride", ctypes.c_int64),
-        *((f"{name}_size", ctypes.c_int64) for name in ("projected", "rotary", "norms")),
+        *((f"{name}_size", ctypes.c_int64) for name in ("projected", "rotary", "norms", "sinks")),
         ("cache_bytes", ctypes.c_int64),
         *((f"{name}_size", ctypes.c_int64) for name in ("out", "totals")),
         ("queries_bytes", ctypes.c_int64),
@@ -123,7 +130,7 @@ def test_it_is_right_and_alike_with_every_instruction_set(isas: list[Elements], 
     assert all(np.array_equal(cache, caches[0]) for cache in caches)
 
 
-@pytest.mark.parametrize("heads", [USUAL[0], UNUSUAL[0], UNUSUAL[4]], ids=str)
+@pytest.mark.parametrize("heads", [USUAL[0], UNUSUAL[0], UNUSUAL[4], UNUSUAL[7]], ids=str)
 def test_row_has_the_same_bits_alone_in_a_prompt_and_with_any_distribution_of_work(
     best: Elements, heads: Heads
 ) -> None:
@@ -207,6 +214,8 @@ FAULTS: dict[str, dict[str, Any]] = {
     "no such precision": {"storage": 3},
     "no even number up to a head's size": {"rotary_dim": 66},
     "window is negative": {"window": -1},
+    "the period of queries is negative": {"query_period": -1},
+    "the sinks are too short": {"sinks_size": 5},
     "queries, keys and values are too short": {"projected_size": 40 * 10 * 64 - 1},
     "the rotations are too short": {"rotary_size": 40 * 64 - 1},
     "the norms' weights are too short": {"norms_size": 127},
@@ -245,7 +254,7 @@ def test_a_bidirectional_step_that_would_leave_its_memory_is_refused(best: Eleme
 
 @pytest.mark.parametrize("message", FAULTS)
 def test_a_step_that_would_leave_its_memory_is_refused_untouched(best: Elements, message: str) -> None:
-    heads = Heads(rotary_dim=64, is_normed=True)
+    heads = Heads(rotary_dim=64, is_normed=True, has_sinks=True)
     cache = heads.cache(5)
     chunk = random_chunk(np.random.default_rng(5), heads, 40, (1, 2))
     before = cache.copy()

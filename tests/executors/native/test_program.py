@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.artifacts.model import ModelConfig
+from lockstep.artifacts.model import ModelConfig, QueryScaling
 from lockstep.executors.native.operations import Action, Op, Program
 from lockstep.executors.native.packs import ModelWeights, load_weights
 from lockstep.executors.native.program import build_program
@@ -109,6 +109,15 @@ def test_biases_scales_windows_and_rotations_are_numbers() -> None:
         assert (attention.window, attention.rotary) == expected, changes
 
 
+def test_sinks_and_the_scaling_of_queries_are_numbers_of_attention() -> None:
+    program = program_of(TINY["tiny-granite_swa"])
+    [attention] = only(program, Action.ATTENTION)
+    stored = random_artifact(TINY["tiny-granite_swa"]).weights["model.layers.0.self_attn.sinks"]
+    assert np.array_equal(np.concatenate(program.vectors)[attention.sinks :][: len(stored.data)], stored.data)
+    [attention] = only(program_of(TINY["tiny-llama"], query_scaling=QueryScaling(0.1, 64)), Action.ATTENTION)
+    assert (attention.query_period, attention.query_beta, attention.sinks) == (64, 0.1, -1)
+
+
 def test_a_tied_table_is_embedding_and_head() -> None:
     program = program_of(replace(TINY["tiny-llama"], tied_embeddings=True))
     first, last = only(program, Action.EMBED)[0], only(program, Action.PRODUCT)[-1]
@@ -124,15 +133,19 @@ def test_any_configuration_is_a_program_that_runs(
     heads: tuple[int, int], head_dim: int, hidden: int, inner: int, vocab: int, name: str, quantize: str | None,
     tied: bool, length: int,
 ) -> None:  # fmt: skip
+    kinds = TINY[name].mixers
+    mixers = (kinds[0], "attention") if kinds else ()
     shape = replace(
-        TINY[name], num_layers=1, hidden_size=16 * hidden, intermediate_size=24 * inner, vocab_size=vocab,
-        num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, tied_embeddings=tied, windows=(),
-        rotary_dim=None, unrotated_layers=(),
+        TINY[name], num_layers=len(mixers) or 1, hidden_size=16 * hidden, intermediate_size=24 * inner,
+        vocab_size=vocab, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, tied_embeddings=tied,
+        windows=(), rotary_dim=None, unrotated_layers=(), mixers=mixers,
     )  # fmt: skip
     tokens = (np.arange(length) % vocab).tolist()
     with loaded(random_artifact(shape, "F32"), 4, 0, quantize=quantize) as executor:
         logits = run(executor, (tokens, 0, (1, 2, 3)), all_rows=True)
         assert np.isfinite(logits).all()
+        if mixers and length > 1:  # the state is already that of all tokens
+            run(executor, (tokens[:-1], 0, (1, 2, 3)))
         assert np.array_equal(logits[-1:], run(executor, (tokens[-1:], length - 1, (1, 2, 3))))
 
 

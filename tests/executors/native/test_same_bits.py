@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.artifacts.model import QueryScaling
 from lockstep.executors.base import Logits
 from lockstep.executors.native.executor import NativeExecutor
 from lockstep.executors.probe import quick_probe, thorough_probe
@@ -25,7 +26,13 @@ from tools.random_blocks import has_long_blocks
 from tools.random_models import Shape
 
 WINDOWED = replace(TINY["tiny-gemma3"], num_layers=2, windows=(16, 0))
-SHAPES = {"llama": TINY["tiny-llama"], "qwen3": TINY["tiny-qwen3"], "gemma3, window 16": WINDOWED}
+WITH_SINKS = replace(TINY["tiny-granite_swa"], num_layers=2, windows=(0, 16))
+SHAPES = {
+    "llama": TINY["tiny-llama"],
+    "qwen3": TINY["tiny-qwen3"],
+    "gemma3, window 16": WINDOWED,
+    "sinks and scaled queries": WITH_SINKS,
+}
 LENGTH = 150
 STARTS = (0, 1, 13, 27, 31, 32, 60, 96, 119, 127, 128, 140)
 
@@ -53,8 +60,10 @@ def rows_in_chunks(executor: NativeExecutor, tokens: Sequence[int], chunks: Sequ
 @pytest.mark.parametrize("name", SHAPES)
 def test_tokens_at_once_have_the_bits_of_tokens_one_by_one(name: str, storage: str, isa: str) -> None:
     shape = SHAPES[name]
-    tokens = tokens_of(shape, LENGTH)
-    with loaded(random_artifact(shape, "Q8_0"), 600, kv_cache_precision=storage, isa=isa, threads=2) as executor:
+    tokens, artifact = tokens_of(shape, LENGTH), random_artifact(shape, "Q8_0")
+    if shape is WITH_SINKS:
+        artifact = replace(artifact, config=replace(artifact.config, query_scaling=QueryScaling(0.5, 47)))
+    with loaded(artifact, 600, kv_cache_precision=storage, isa=isa, threads=2) as executor:
         decoded = rows_in_chunks(executor, tokens, (1,) * LENGTH)
         for number, chunks in enumerate([(LENGTH,), (1, 149), (149, 1), (32, 1, 94, 1, 1, 21), (48, 49, 53), (97, 53)]):
             assert np.array_equal(rows_in_chunks(executor, tokens, chunks, 50 * (number + 1)), decoded), chunks

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.artifacts.model import RopeScaling
+from lockstep.artifacts.model import QueryScaling, RopeScaling
 from lockstep.executors.rotary import inverse_frequencies
 from tests.executors.native.golden_models import (
     GOLDEN,
@@ -85,6 +85,12 @@ FORGOTTEN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "granite: the scale of embeddings": ("granite", {"embedding_scale": 1.0}),
     "granite: the scale of the residual": ("granite", {"residual_scale": 1.0}),
     "granite: the divisor of logits": ("granite", {"logits_divisor": 1.0}),
+    "granite_swa: the windows": ("granite_swa", {"windows": ()}),
+    "granite_swa: the layer without rope": ("granite_swa", {"unrotated_layers": ()}),
+    "granite_swa: the sinks": ("granite_swa", {"sinks": False}),
+    "granite_swa: the local base": ("granite_swa-two-bases", {"local_rope_theta": None}),
+    "mistral3: the scaling of queries": ("mistral3-beyond", {"query_scaling": None}),
+    "mistral3: its period": ("mistral3-beyond", {"query_scaling": QueryScaling(0.5, 33)}),
     "olmo3: the windows": ("olmo3", {"windows": ()}),
     "olmo3: that local layers are not scaled": ("olmo3", {"local_rope_theta": None}),
     "smollm3: layers without rope": ("smollm3", {"unrotated_layers": ()}),

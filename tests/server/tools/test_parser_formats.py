@@ -101,6 +101,12 @@ CASES: list[tuple[CallFormat, str, str | None, list[tuple[str, str]]]] = [
         "",
         [("f", '{"s": "{a}, \'b\'\\\\n", "o": {"k": ["", true, null]}}')],
     ),
+    (
+        FUNCTION_GEMMA,
+        "<start_function_call>call:f{o:{<escape>k: 1<escape>:{n:-0.5}},a:[1,<escape>x<escape>]}<end_function_call>",
+        "",
+        [("f", '{"o": {"k: 1": {"n": -0.5}}, "a": [1, "x"]}')],
+    ),
     (FUNCTION_GEMMA, "<start_function_call>call:f{s:Tokyo}<end_function_call>", None, []),
     (FUNCTION_GEMMA, "<start_function_call>call:f{s:<escape>Tok", None, []),
     (FUNCTION_GEMMA, "<start_function_call>f{a:1}<end_function_call>", None, []),

@@ -20,7 +20,7 @@ from lockstep.executors.step_inputs import WindowTables
 
 STORAGES = ("f32", "f16", "int8")
 """Precisions of keys and values, in the order of their numbers in ``attention.hpp``."""
-_FLOATS = ("epsilon", "factor", "divisor", "scale")
+_FLOATS = ("epsilon", "factor", "divisor", "scale", "query_beta")
 _OPS = np.dtype([(name, "<f4" if name in _FLOATS else "<i4") for name in Op._fields])
 _WEIGHTS = np.dtype([("type", "<i8"), ("features", "<i8"), ("columns", "<i8"), ("data", "<u8"), ("bytes", "<i8")])
 _BUFFERS = np.dtype([("columns", "<i4"), ("is_groups", "<i4"), ("life", "<i4"), ("unused", "<i4")])

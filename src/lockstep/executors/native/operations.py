@@ -50,6 +50,8 @@ class Op(NamedTuple):
     rotary: int = NONE
     kv_heads: int = 0
     num_norms: int = 0
+    sinks: int = NONE
+    query_period: int = 0
     adds: bool = False
     offset: int = 0
     centred: bool = False
@@ -62,6 +64,7 @@ class Op(NamedTuple):
     factor: float = 1.0
     divisor: float = 1.0
     scale: float = 1.0
+    query_beta: float = 0.0
 
 
 class Buffer(NamedTuple):

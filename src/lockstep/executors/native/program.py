@@ -186,6 +186,10 @@ class _Builder:
             "place": self._place(layer), "window": window, "rotary": self._rotary(layer), "scale": scale,
             "columns": config.head_dim, "kv_heads": config.num_kv_heads, "epsilon": config.rms_norm_eps, **of_heads,
         }  # fmt: skip
+        if config.sinks:
+            fields["sinks"] = self._add_vector(self.vector(f"{own}sinks", config.num_heads))
+        if config.query_scaling is not None:
+            fields |= {"query_period": config.query_scaling.period, "query_beta": config.query_scaling.beta}
         if config.bidirectional:
             size = config.hidden_size
             self._add(Action.ATTENTION, NONE, in_=together, part=AttentionPart.STORE, **fields)

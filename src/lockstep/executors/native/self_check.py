@@ -74,7 +74,11 @@ def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
         for name, shape in shapes.items()
     }
     rotations = [(np.float32(1) / np.arange(1, config.head_dim // 2 + 1, dtype=np.float32), 1.0)]
-    program = build_program(config, matrices, lambda name, size: _numbers(size), lambda name: False, rotations, storage)
+
+    def vector(_: str, shape: int | tuple[int, int]) -> npt.NDArray[np.float32]:
+        return _numbers(int(np.prod(shape))).reshape(shape)
+
+    program = build_program(config, matrices, vector, lambda name: False, rotations, storage)
     num_blocks = -(-_TOKENS // BLOCK_TOKENS)
     cache = np.zeros((num_blocks + 1, program.layout.block_bytes), np.uint8)
     plan = np.array([1, 0, 0, _TOKENS, 0, num_blocks, *range(1, num_blocks + 1)], np.int32)

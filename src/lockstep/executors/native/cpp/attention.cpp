@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "elements.hpp"
+#include "math.hpp"
 
 namespace lockstep::native {
 namespace {
@@ -15,6 +16,7 @@ namespace {
 constexpr int ITEMS_PER_THREAD = 4;    // with fewer, rows are split so that threads end together
 constexpr std::int64_t FEW_ITEMS = 8;  // up to this, one thread is faster than several
 constexpr const char* TOO_SHORT = "the plan is too short for its sequences";
+constexpr float LOG2_E = 1.44269504f;  // the softmax is one of powers of two
 constexpr int MANY_TOKENS = 64;        // from this on, several threads store a sequence's keys and values
 
 struct Plan {
@@ -79,6 +81,7 @@ const char* memory_fault(const Step& step, const Plan& plan) {
     if (!fits(rotations, step.rotary_dim, step.rotary_size)) return "the rotations are too short";
     if (step.num_norms < 0 || step.num_norms > 3) return "more than queries, keys and values are normalised";
     if (step.num_norms && (!step.norms || step.norms_size < step.num_norms * dim)) return "the norms' weights are too short";
+    if (step.sinks && step.sinks_size < step.heads) return "the sinks are too short";
     const std::int64_t block = std::int64_t(layout.block_bytes());
     if (step.block_stride < block || !fits(step.num_blocks - 1, step.block_stride, step.cache_bytes - block))
         return "the cache is too short for its blocks";
@@ -129,6 +132,7 @@ const char* fault(const Step& step, const Plan& plan) {
         return "keys and values have no such precision";
     if (step.rotary_dim < 0 || step.rotary_dim > layout.head_dim || step.rotary_dim % 2)
         return "the rotated dimensions are no even number up to a head's size";
+    if (step.query_period < 0) return "the period of queries is negative";
     if (const char* wrong = plan_fault(step, plan)) return wrong;
     return memory_fault(step, plan);
 }
@@ -234,6 +238,12 @@ struct Work {
         const int total = plan.totals[sequence], half = step.window / 2;
         return step.window && half < total - position ? position + half + 1 : total;
     }
+    // Factor of the scores of a query at a position, in units of the softmax's exponent.
+    float scale_at(int position) const {
+        const float scale = step.scale * LOG2_E;
+        if (!step.query_period) return scale;
+        return scale * float(1.0 + step.query_beta * log_64(1.0 + position / step.query_period));
+    }
     int token_of(const Item& item, int row) const {
         return plan.begins[item.sequence] + (item.first_row + row) / group;
     }
@@ -248,11 +258,11 @@ struct Work {
         tile.num_parts = plan.num_parts;
         tile.first_column = plan.first_column(item.sequence);
         tile.num_columns = int(plan.num_columns(item.sequence));
-        tile.scale = step.scale * 1.44269504f;  // log2(e): the softmax is one of powers of two
         tile.num_rows = item.num_rows;
         for (int r = 0; r < item.num_rows; r++) {
             const int at = position(item.sequence, item.first_row + r);
             tile.queries[r] = query(item.sequence, at, token_of(item, r), head_of(item, r));
+            tile.scale[r] = scale_at(at);
             tile.begin[r] = first_key(at), tile.end[r] = last_key(item.sequence, at);
         }
         const int first = position(next.sequence, next.first_row), last = last_key(next.sequence, first) - 1;
@@ -263,9 +273,13 @@ struct Work {
         kernel.attend(tile, item.first_segment, item.last_segment, rows);
     }
 
-    void finish(const Item& item, const Share* rows) const {
+    void finish(const Item& item, Share* rows) const {
+        alignas(64) float zeros[MAX_HEAD_DIM];
+        if (step.sinks) std::fill_n(zeros, padded(step.layout.head_dim), 0.f);
         for (int r = 0; r < item.num_rows; r++) {
-            const std::size_t row = std::size_t(token_of(item, r)) * step.heads + head_of(item, r);
+            const int head = head_of(item, r);
+            if (step.sinks) kernel.fold(rows[r], {step.sinks[head] * LOG2_E, 1.f, zeros}, step.layout.head_dim);
+            const std::size_t row = std::size_t(token_of(item, r)) * step.heads + head;
             float* out = step.out + row * step.layout.head_dim;
             const float inverse = 1.f / rows[r].weight;
             for (int d = 0; d < step.layout.head_dim; d++) out[d] = canonical(rows[r].values[d] * inverse);

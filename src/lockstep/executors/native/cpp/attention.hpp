@@ -56,9 +56,9 @@ struct Tile {
     int num_parts;               // blocks of a column
     int first_column, num_columns;  // the first one of the table, and the number of those up to the last one
     const std::uint8_t* next[SEGMENT_BLOCKS];  // the keys to be fetched while the last segment is computed
-    float scale;
     int num_rows;
     Raw queries[MAX_ROWS];
+    float scale[MAX_ROWS];  // of scores, in units of the softmax's exponent
     int begin[MAX_ROWS], end[MAX_ROWS];
 };
 
@@ -97,7 +97,9 @@ struct Step {
     // window, 0: none. Without total lengths, a row sees at most so many keys, itself included; with them, at most half
     // as many on each side of it.
     int heads, window, rotary_dim;
-    float scale, epsilon;
+    // Queries are multiplied by 1 + query_beta * log(1 + floor(position / query_period)). Period 0: they are not.
+    int query_period;
+    float query_beta, scale, epsilon;
     // A table has num_parts blocks for every BLOCK_TOKENS positions, of which the layer has the one number `part`.
     int num_parts, part;
     int num_norms, only_reads;  // only_reads: rows have queries only, and another layer stored the keys and values
@@ -105,6 +107,7 @@ struct Step {
     const float* projected;  // [T][heads + 2 * kv_heads][head_dim]: queries, keys, values
     const float* rotary;     // [T][rotary_dim]; with total lengths: by position
     const float* norms;      // [num_norms][head_dim]: of queries, keys and values, as far as these have any
+    const float* sinks;      // [heads]: the score of one more key without a value, for each head; nullptr: none
     // S; [S] tokens already in the blocks; [S + 1] where each sequence's tokens begin; [S + 1] where its block table
     // begins; all tables, one after the other.
     const std::int32_t* plan;
@@ -118,7 +121,8 @@ struct Step {
     // nullptr: queries are projected, and keys and values are stored first.
     const std::uint8_t* queries;
     std::int64_t query_stride;
-    std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size, totals_size, queries_bytes;  // of arrays
+    // Sizes of arrays.
+    std::int64_t projected_size, rotary_size, norms_size, sinks_size, cache_bytes, out_size, totals_size, queries_bytes;
 };
 
 // Checks plan, tables and total lengths of a step, without its memory. Returns nullptr, or an error message.

@@ -255,7 +255,7 @@ struct Attend {
             rows[r].weight = -1.f;
             alignas(64) float query[MAX_HEAD_DIM];
             prepare(tile.queries[at + r], dim, query);
-            for (int d = 0; d < dim; d++) queries[d * R + r] = query[d] * tile.scale;
+            for (int d = 0; d < dim; d++) queries[d * R + r] = query[d] * tile.scale[at + r];
         }
         for (int number = first_segment; number < last_segment; number++) {
             int from[R], to[R];

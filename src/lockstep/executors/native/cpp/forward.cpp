@@ -323,10 +323,12 @@ const char* Forward::attend(const Op& op) {
     step.heads = program.heads, step.window = op.window;
     step.rotary_dim = rotates ? 2 * rotaries[op.rotary].num_pairs : 0;
     step.scale = op.scale, step.epsilon = op.epsilon;
+    step.query_period = op.query_period, step.query_beta = op.query_beta;
     step.num_norms = op.num_norms, step.only_reads = op.part == Part::read;
     step.projected = is_kept ? nullptr : reinterpret_cast<const float*>(step_memory[op.in].data);
     step.rotary = rotates ? turns[op.rotary].data() : nullptr;
     step.norms = op.num_norms ? vectors.data() + op.vector : nullptr;
+    step.sinks = op.sinks < 0 ? nullptr : vectors.data() + op.sinks;
     const std::int64_t queries_at = program.kept_at() + op.in_at * std::int64_t(sizeof(float));
     step.cache = input.cache + place.offset, step.block_stride = program.block_bytes;
     if (is_kept) step.queries = input.cache + queries_at, step.query_stride = program.kept_bytes();
@@ -335,6 +337,7 @@ const char* Forward::attend(const Op& op) {
     step.projected_size = is_kept ? 0 : input.num_tokens * buffers[op.in].columns;
     step.rotary_size = rotates ? std::int64_t(turns[op.rotary].size()) : 0;
     step.norms_size = std::int64_t(op.num_norms) * step.layout.head_dim;
+    step.sinks_size = step.sinks ? program.heads : 0;
     step.cache_bytes = input.num_blocks * step.block_stride - place.offset;
     step.out_size = input.num_tokens * buffers[op.out].columns;
     return attention(step, kernel, workers());

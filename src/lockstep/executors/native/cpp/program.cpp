@@ -72,6 +72,8 @@ const char* heads_fault(const Program& p, const Op& op) {
     if (op.rotary != -1 && 2 * p.rotaries[op.rotary].num_pairs > op.columns) return "a rotation has more dimensions than a head";
     if (op.num_norms < 0 || op.num_norms > 3) return "more than queries, keys and values are normalised";
     if (op.num_norms && !has_numbers(p, op.vector, std::int64_t(op.num_norms) * op.columns)) return "attention's norms are not there";
+    if (op.sinks != -1 && !has_numbers(p, op.sinks, p.heads)) return "attention's sinks are not there";
+    if (op.query_period < 0) return "attention's queries have no such period";
     if (!has_room(p, op.place, std::int64_t(p.layout(op).block_bytes()), false)) return "attention has no place in a block";
     const std::int32_t window = p.groups[p.places[op.place].group].window;
     return op.window < 0 || (window && op.window != window) ? "attention has another window than its group" : nullptr;

@@ -64,12 +64,13 @@ struct Op {
     std::int32_t first_weight, num_weights;
     std::int32_t vector;  // -1: none
     std::int32_t place;   // the first one in Program::places
-    std::int32_t window, rotary, kv_heads, num_norms;  // of attention; rotary -1: heads are not rotated
+    // Of attention; rotary -1: heads are not rotated; sinks: scores in Program::vectors, -1: none; query_period: see Step.
+    std::int32_t window, rotary, kv_heads, num_norms, sinks, query_period;
     std::int32_t adds, offset, centred;
     std::int32_t heads, stride, taps;
     Part part;
     Gate function;
-    float epsilon, factor, divisor, scale;  // scale: of attention scores
+    float epsilon, factor, divisor, scale, query_beta;  // the last two are of attention
 };
 
 constexpr int MAX_POSITION_COLUMNS = 1 << 13;  // of a table of positions
