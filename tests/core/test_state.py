@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lockstep.core.blocks import BlockPool, HostPool
 from lockstep.core.decode_shares import DecodeShares
 from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.groups import ONE_GROUP, KVGroup
 from lockstep.core.kv import KVCache
 from lockstep.core.other_groups import OtherGroups
 from lockstep.core.planner import StepPlanner
@@ -38,6 +39,11 @@ CONFIG = SchedulerConfig(
     max_num_batched_tokens=24,
     max_forced_tokens=4,
     max_num_queued_reqs=6,
+)
+GROUPS = (
+    ONE_GROUP,
+    (KVGroup(), KVGroup(2, window=6)),
+    (KVGroup(), KVGroup(window=9), KVGroup(2, is_state=True, snapshot_interval=8)),
 )
 PREFIX = tuple(range(16))
 KEPT: dict[type[Any], set[str]] = {
@@ -125,9 +131,12 @@ class Rotations(RuleBasedStateMachine):
         width=st.sampled_from([None, 1, 2]),
         decode_order=st.sampled_from(["weighted", "priority", "oldest"]),
         aging=st.sampled_from([0, 2]),
+        groups=st.sampled_from(GROUPS),
     )
-    def start(self, skips: int, width: int | None, aging: int, **policy: Any) -> None:
+    def start(self, skips: int, width: int | None, aging: int, groups: tuple[KVGroup, ...], **policy: Any) -> None:
         limits = replace(CONFIG, max_skips=skips, max_num_decode_seqs=width, priority_aging_steps=aging, **policy)
+        if len(groups) > 1:
+            limits = replace(limits, groups=groups, num_blocks=34, num_host_blocks=16)
         self.live = Side(Scheduler(limits), Fingerprint())
         self.restored = Side(Scheduler(limits), Fingerprint())
 
@@ -142,6 +151,8 @@ class Rotations(RuleBasedStateMachine):
         if self.live.plan is not None:
             return
         more: dict[str, Any] = {"priority": number % 3 - 1, "tenant": "ab"[number % 2]}
+        if number % 4 == 0:
+            more["snapshots"] = (8,)
         request = prompt([*PREFIX[:shared], number % 5], None if number % 7 == 0 else 1 + number % 9, **more)
         try:
             seq_id = self.live.core.add(request)

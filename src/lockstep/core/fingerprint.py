@@ -261,15 +261,16 @@ def split_tables(tables: Tables, num_groups: int) -> tuple[Tables, tuple[tuple[t
     Raises:
         ValueError: a table is too short for the lengths at its end.
     """
-    if num_groups == 1:
+    num_others = num_groups - 1
+    if num_others == 0:
         return tables, ()
     firsts: list[tuple[int, ...]] = []
     others: list[tuple[tuple[int, ...], ...]] = []
     for table in tables:
-        num_others = num_groups - 1
-        begins = list(accumulate(reversed(table[-num_others:]), sub, initial=len(table) - num_others))
-        if begins[-1] < 0:
-            raise ValueError(f"a row has {len(table)} numbers for tables of {table[-num_others:]}")
+        lengths = table[-num_others:]
+        begins = list(accumulate(reversed(lengths), sub, initial=len(table) - num_others))
+        if begins[-1] < 0 or min(lengths) < 0:
+            raise ValueError(f"a row has {len(table)} numbers for tables of {lengths}")
         begins.reverse()
         firsts.append(table[: begins[0]])
         others.append(tuple([table[begin:end] for begin, end in pairwise(begins)]))
