@@ -145,7 +145,8 @@ class StepPlanner:
             if not self._take_blocks(builder, [*self._running.preempted_holders(), *behind], missing):
                 self._note_blocks(seq, needed)
                 return False
-        return self._kv.hold_row(seq, num_positions)
+        self._kv.hold_row(seq, num_positions)
+        return True
 
     def _take_blocks(self, builder: StepBuilder, victims: list[Sequence], missing: int) -> bool:
         """Take blocks from the victims' tails, first victim first; False, with nothing changed: they have too few."""
@@ -226,8 +227,7 @@ class StepPlanner:
             length = seq.segment_length(seq.num_computed)
             self._note_all([seq], builder.limits_on_output(length) if self._explain else ())
             if builder.reserve_output(length):
-                held = self._kv.hold_row(seq, seq.num_computed + length)
-                assert held, "a sequence resumes only if there are blocks for its next row"
+                self._kv.hold_row(seq, seq.num_computed + length)  # it resumes only if these are available
                 builder.seqs.append(seq)
                 builder.lengths.append(length)
 
