@@ -56,12 +56,12 @@ KEPT: dict[type[Any], set[str]] = {
     TenantLedger: {"_served"},
     Counters: {field.name for field in fields(Counters)},
     DecodeShares: {"clock"},
-    Sequence: {*getattr(Sequence, "__slots__", ())} - {"rank", "num_prompt", "stride"},
+    Sequence: {*getattr(Sequence, "__slots__", ())} - {"rank", "num_prompt", "stride", "listed_others", "other_tables"},
 }
 """Attributes that are part of a state, in its form."""
 FOLLOWS: dict[type[Any], set[str]] = {
     Scheduler: {"config", "_kv", "_ledger", "_queue", "_running"},
-    Fingerprint: {"_ids", "_ends", "_tables", "_samples", "_num_sampled"},
+    Fingerprint: {"_ids", "_ends", "_tables", "_samples", "_num_sampled", "_before_tables"},
     KVCache: {"_config", "_block_size", "pool", "host", "prefix", "others"},
     OtherGroups: {"_config", "_block_size", "_groups", "_pool", "_prefix", "nothing", "_interval", "_keeps_answers"},
     BlockPool: {"num_blocks", "_refs"},
@@ -85,6 +85,7 @@ SCRATCH: dict[type[Any], set[str]] = {
     PrefixCache: {"num_published", "news"},
     WaitingQueue: {"num_changes"},
     StepPlanner: {"_nobody_fits_at", "_explain"},
+    Sequence: {"listed_others", "other_tables"},
 }
 """Attributes that only save work, are empty outside of planning, or are not yet requested."""
 VALUES: set[type[Any]] = {SchedulerConfig, Request, SequenceState}

@@ -234,7 +234,7 @@ class Scheduler:
                 if reason is None and seq.num_known == seq.max_known:
                     reason = FinishReason.LENGTH
             if self._kv.others:
-                self._kv.others.commit(seq)
+                self._kv.others.commit(seq, length)
             if self._aborting:
                 reason = self._aborting.pop(seq.seq_id, reason)
             if reason is not None:
