@@ -384,14 +384,14 @@ def test_a_failed_step_drops_the_states_of_its_rows_and_keeps_snapshots() -> Non
 
 
 def test_a_prompt_whose_blocks_another_prompt_took_has_no_row() -> None:
-    """The first two prompts need a second state after their snapshot, and there are blocks for one."""
-    core = recurrent(num_blocks=20, num_host_blocks=16, max_chunk_tokens=4)
+    """The first two prompts need a second state after their snapshot, and there are blocks for one. What the third one
+    loses and the second does not need would suffice for a chunk from its start."""
+    core = recurrent(num_blocks=20, max_chunk_tokens=4)
     core.add(prompt([1] * 22, 2, snapshots=(8,)))
     core.add(prompt([2] * 10, 2, snapshots=(8,)))
     core.add(prompt([3] * 10, 2))
     plan = preempt(core)
     assert (rows(plan), plan.preempted) == ([(0, 8, 4), (1, 8, 2)], (2,))
-    assert len(plan.swap_out) == 2 + 2
     run(core)
 
 

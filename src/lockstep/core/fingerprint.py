@@ -269,7 +269,8 @@ def row_tables(plan: StepPlan) -> Tables:
     """By row, the tables of all KV groups as one."""
     if not plan.other_tables:
         return plan.tables
-    return tuple(map(_joined, plan.tables, plan.other_tables))
+    rows = zip(plan.tables, plan.other_tables, strict=True)
+    return tuple([_joined(table, others) for table, others in rows])
 
 
 def _joined(table: tuple[int, ...], others: Tables) -> tuple[int, ...]:
