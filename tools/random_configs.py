@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from tools.random_hybrids import HYBRIDS, add_hybrid_metadata, hybrid_config, kv_heads_by_layer
 from tools.random_shapes import Shape
 
 _CLASSES = {
@@ -21,8 +22,10 @@ _CLASSES = {
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "qwen35": "qwen3_5_text"}
 _WRITTEN_AS = {"mistral": "llama", "olmo3": "olmo2"}
 """Architectures whose GGUF files have another architecture's name."""
 INTERLEAVED = ("llama", "mistral", "mistral3", "granite", "smollm3")
@@ -95,6 +98,8 @@ def _particulars(shape: Shape) -> dict[str, Any]:
         case "smollm3":
             rotated = [int(layer not in shape.unrotated_layers) for layer in range(shape.num_layers)]
             return {"no_rope_layers": rotated, "pad_token_id": 0}
+        case "qwen35" | "lfm2":
+            return hybrid_config(shape)
         case _:
             return {}
 
@@ -111,7 +116,7 @@ def add_gguf_metadata(writer: Any, shape: Shape) -> None:
     writer.add_block_count(shape.num_layers)
     writer.add_feed_forward_length(shape.intermediate_size)
     writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_head_count_kv(kv_heads_by_layer(shape))
     writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_rope_dimension_count(shape.rotary_dim or shape.head_dim)
@@ -120,6 +125,8 @@ def add_gguf_metadata(writer: Any, shape: Shape) -> None:
     writer.add_vocab_size(shape.vocab_size)
     if shape.windows and shape.architecture != "mistral":
         writer.add_sliding_window(max(shape.windows))
+    if shape.architecture in HYBRIDS:
+        add_hybrid_metadata(writer, shape)
     if shape.architecture == "granite":
         assert shape.attention_scale is not None
         writer.add_attention_scale(shape.attention_scale)

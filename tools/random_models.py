@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from tools.random_blocks import BLOCKS, encoding_in_mix, random_blocks
 from tools.random_configs import INTERLEAVED, add_gguf_metadata, gguf_architecture, huggingface_config
+from tools.random_hybrids import KERNELS, as_gguf, as_huggingface, gguf_name, huggingface_name
 from tools.random_shapes import POST_NORM
 from tools.random_shapes import SHAPES as SHAPES
 from tools.random_shapes import Shape as Shape
@@ -76,16 +77,19 @@ _POST_NORM_NAMES = {
 def random_tensor(name: str, size: tuple[int, ...], encoding: str, seed: int) -> Array:
     """Stored bytes or numbers of one tensor, with zero mean and variance 1 / fan-in.
 
-    Vectors are float32: norms around one, biases around zero.
+    Vectors are float32: norms around one, biases around zero, and logarithms of decay rates around -3, so that
+    states remember some dozens of tokens.
 
     The result is an F32 or F16 array, BF16 as uint16, or blocks as uint8 ``[rows, row bytes]``, which are drawn
         directly because quantising is slow.
     """
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    if name.endswith(".A_log"):
+        return rng.standard_normal(size, np.float32) - np.float32(3)
     if len(size) == 1:
         drawn = 1 + 0.1 * rng.standard_normal(size, np.float32)
         return drawn - np.float32(1) if name.endswith(".bias") else drawn
-    deviation = size[1] ** -0.5
+    deviation = size[-1] ** -0.5
     if encoding in FLOATS:
         return as_float(rng.standard_normal(size, np.float32) * np.float32(deviation), encoding)
     return random_blocks(rng, size, encoding, deviation)
@@ -103,7 +107,7 @@ def as_stored(shape: Shape, name: str, tensor: Array) -> Array:
     """Tensor as stored in a Hugging Face file: Gemma's norms are stored minus one."""
     if shape.architecture == "gemma3" and name.endswith("norm.weight"):
         return tensor.astype(np.float32) - np.float32(1)
-    return tensor
+    return as_huggingface(shape, name, tensor)
 
 
 def interleaved_rows(rows: Array, num_heads: int) -> Array:
@@ -166,6 +170,7 @@ def write_gguf(
         data = random_tensor(name, size, stored, seed)
         if shape.architecture in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             data = interleaved_rows(data, shape.num_heads if "q_proj" in name else shape.num_kv_heads)
+        data = as_gguf(shape, name, data)
         raw_type = None if stored in ("F32", "F16") else gguf.GGMLQuantizationType[stored]
         data = data.view(np.uint8) if stored == "BF16" else data
         writer.add_tensor(_gguf_name(name, shape), np.ascontiguousarray(data), raw_dtype=raw_type)
@@ -178,7 +183,7 @@ def write_gguf(
 
 def stored_encoding(shape: Shape, name: str, size: tuple[int, ...], encoding: str) -> str:
     """Encoding of one tensor in a file of an encoding or mix."""
-    if len(size) == 1:
+    if len(size) == 1 or name.endswith(KERNELS):
         return "F32"
     if encoding in MIXES:
         return encoding_in_mix(encoding, name, size, shape.num_layers, shape.tied_embeddings)
@@ -199,7 +204,7 @@ def write_huggingface(
     files = {name: names[index * num_shards // len(sizes)] for index, name in enumerate(sizes)}
     for file in names:
         tensors = (
-            (name, as_stored(shape, name, random_tensor(name, sizes[name], encoding, seed)))
+            (huggingface_name(shape, name), as_stored(shape, name, random_tensor(name, sizes[name], encoding, seed)))
             for name in sizes
             if files[name] == file
         )
@@ -209,7 +214,7 @@ def write_huggingface(
         }
         write_safetensors(directory / file, rounded)
     if num_shards > 1:
-        index = {"metadata": {}, "weight_map": files}
+        index = {"metadata": {}, "weight_map": {huggingface_name(shape, name): file for name, file in files.items()}}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     for name, content in _huggingface_json(shape, encoding).items():
         (directory / name).write_text(json.dumps(content, indent=1))
@@ -236,6 +241,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
 
 def _gguf_name(name: str, shape: Shape) -> str:
     whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    hybrid = gguf_name(shape, name)
+    if hybrid is not None:
+        return hybrid
     if name.startswith("model.layers."):
         index, rest = name.removeprefix("model.layers.").split(".", 1)
         module, _, kind = rest.rpartition(".")

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tools.random_hybrids import HYBRIDS, DeltaShape, recurrent_tensors
+
 BIASED = ("qwen2",)
-HEAD_NORMS = ("qwen3", "gemma3")
+HEAD_NORMS = ("qwen3", "gemma3", *HYBRIDS)
 POST_NORM = ("olmo2", "olmo3")
 FUSED = ("phi3",)
 
@@ -38,6 +40,19 @@ class Shape:
     windows: tuple[int, ...] = ()
     local_rope_theta: float | None = None
     unrotated_layers: tuple[int, ...] = ()
+    mixers: tuple[str, ...] = ()
+    delta_net: DeltaShape | None = None
+    conv_taps: int = 0
+
+    @property
+    def attention_gate(self) -> bool:
+        """Whether the queries' projection has a gate for each head, too."""
+        return self.architecture == "qwen35"
+
+
+def _mixed(kind: str, pattern: str) -> tuple[str, ...]:
+    """Kinds of layers: ``a`` for attention, other letters for the recurrent kind."""
+    return tuple("attention" if letter == "a" else kind for letter in pattern)
 
 
 _SMALL = Shape(intermediate_size=192, vocab_size=320)
@@ -90,12 +105,65 @@ SHAPES: Mapping[str, Shape] = {
     "tiny-smollm3": replace(
         _SMALL, architecture="smollm3", num_layers=4, rope_theta=2e6, tied_embeddings=True, unrotated_layers=(3,)
     ),
+    "tiny-qwen35": replace(
+        _SMALL,
+        architecture="qwen35",
+        num_layers=4,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tied_embeddings=True,
+        rotary_dim=8,
+        mixers=_mixed("delta_net", "ddda"),
+        delta_net=DeltaShape(2, 4, 32, 32, 4),
+    ),
+    "tiny-lfm2": replace(
+        _SMALL,
+        architecture="lfm2",
+        num_layers=4,
+        rope_theta=1e6,
+        tied_embeddings=True,
+        mixers=_mixed("convolution", "ccac"),
+        conv_taps=3,
+    ),
     "small-llama": Shape("llama", 2, 256, 512, 4, 2, 64),
     "small-qwen3": Shape("qwen3", 2, 256, 512, 4, 2, 64, rope_theta=1e6, tied_embeddings=True),
     "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, tied_embeddings=True),
     "llama-138m": Shape("llama", 16, 768, 2048, 12, 4, 64, 49152, 8192, 100000.0, tied_embeddings=True),
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, 1e-6, tied_embeddings=True),
     "llama-3.2-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, tied_embeddings=True),
+    "qwen3.5-0.8b": Shape(
+        "qwen35",
+        24,
+        1024,
+        3584,
+        8,
+        2,
+        256,
+        248320,
+        262144,
+        1e7,
+        1e-6,
+        tied_embeddings=True,
+        rotary_dim=64,
+        mixers=_mixed("delta_net", "ddda" * 6),
+        delta_net=DeltaShape(16, 16, 128, 128, 4),
+    ),
+    "lfm2.5-350m": Shape(
+        "lfm2",
+        16,
+        1024,
+        4608,
+        16,
+        8,
+        64,
+        65536,
+        128000,
+        1e6,
+        1e-5,
+        tied_embeddings=True,
+        mixers=_mixed("convolution", "ccaccaccacacacac"),
+        conv_taps=3,
+    ),
     "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
 }
 
@@ -111,7 +179,8 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         layer |= {"self_attn.qkv_proj": (queries + 2 * keys, hidden)}
     else:
         layer |= {
-            f"self_attn.{name}_proj": (rows, hidden) for name, rows in zip("qkv", (queries, keys, keys), strict=True)
+            f"self_attn.{name}_proj": (rows, hidden)
+            for name, rows in zip("qkv", (queries * (1 + shape.attention_gate), keys, keys), strict=True)
         }
     layer |= {"self_attn.o_proj": (hidden, queries), "post_attention_layernorm": (hidden,)}
     if shape.architecture == "granitemoehybrid":
@@ -130,7 +199,10 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         layer |= {"post_feedforward_layernorm": (hidden,)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
     for index in range(shape.num_layers):
-        shapes |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
+        recurrent = recurrent_tensors(shape, index)
+        own = {name: size for name, size in layer.items() if not (recurrent and name.startswith("self_attn."))}
+        shapes |= {f"model.layers.{index}.{name}.weight": size for name, size in own.items()}
+        shapes |= {f"model.layers.{index}.{name}": size for name, size in recurrent.items()}
         if shape.architecture in BIASED:
             sizes = zip("qkv", (queries, keys, keys), strict=True)
             shapes |= {f"model.layers.{index}.self_attn.{name}_proj.bias": (size,) for name, size in sizes}

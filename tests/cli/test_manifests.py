@@ -93,6 +93,15 @@ def test_budgets_count_activations_of_encoders_and_tasks_are_shown(check: Check,
     assert row[head.index("task") :].split()[0] == "embed"
 
 
+def test_a_task_that_an_encoder_cannot_have_is_refused_with_the_model(check: Check, tmp_path: Path) -> None:
+    embedder = write_embedder(tmp_path / "embedder")
+    path = tmp_path / "manifest.yaml"
+    for task in ("rerank", "generate"):
+        path.write_text(f"cluster: c\nmodels:\n  e: {{source: {embedder}, task: {task}}}\n")
+        code, _, err = check(path)
+        assert (code, f"e: task is '{task}'" in err) == (2, True), err
+
+
 def test_one_model_behind_every_name_is_one_replica(check: Check, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "tiny-llama")
     told = facts(check, EXAMPLES / "customer-support.yaml", "--backend", str(path))

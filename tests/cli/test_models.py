@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.artifacts.source import open_artifact
 from lockstep.cli.main import invoke
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.executors.kv_costs import kv_costs
 from lockstep.executors.native.executor import NativeExecutor
 from tests.cli.encoders import write_embedder, write_reranker
 from tools.random_models import SHAPES, write_gguf, write_huggingface
@@ -74,6 +76,22 @@ def test_info_prints_the_types_of_loaded_weights(run: Run, models: Path, tmp_pat
     assert facts["loaded_bytes"] == load_model(str(mixed), LoadOptions(EngineOptions(num_blocks=1)))[0].weights_bytes
     facts = json.loads(run("models", "info", str(models / "tiny-llama"), "--quantize", "int4", "--json")[1])
     assert facts["loaded_as"].keys() == {"Q4_0", "Q8_0"}
+
+
+def test_info_shows_the_memory_of_a_sequence(run: Run, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "hybrid.gguf", "tiny-qwen35", "Q8_0")
+    facts = json.loads(run("models", "info", str(path), "--json")[1])
+    costs = kv_costs(open_artifact(str(path), cache_dir=tmp_path).config)
+    assert facts["kv_bytes_per_token_f16"] == costs.groups[0].bytes_per_token > 0
+    assert (facts["state_bytes"], facts["snapshot_every_tokens"]) == (costs.state_bytes, costs.snapshot_interval)
+    assert facts["kv_bytes_of_context"] == {"2048": costs.bytes_of(2048)}
+    assert facts["contexts_in_default_pool"] == (512 << 20) // costs.bytes_of(2048)
+    assert f"{costs.state_bytes:,}" in run("models", "info", str(path))[1]
+    windowed = write_huggingface(tmp_path / "windowed", "tiny-gemma3", "BF16")
+    facts = json.loads(run("models", "info", str(windowed), "--json")[1])
+    assert [(group["layers"], group["window"]) for group in facts["kv_groups"]] == [(1, None), (5, 16)]
+    assert "state_bytes" not in facts
+    assert "layers: 5, window: 16" in run("models", "info", str(windowed))[1]
 
 
 def test_info_tells_how_an_encoder_makes_vectors_and_scores(run: Run, tmp_path: Path) -> None:

@@ -95,6 +95,18 @@ def test_a_reranker_sorts_documents_for_people_and_keeps_their_order_as_json(run
     assert run(reranker, query, piped="\n".join(documents))[1].splitlines() == sorted(shown, reverse=True)
 
 
+def test_long_texts_are_cut_where_the_flag_says_so(run: Run, embedder: str, reranker: str) -> None:
+    long = "refund " * 500
+    code, _, err = run(embedder, "hi", long)
+    assert (code, "prompts[1]: the text has 502 tokens" in err) == (2, True), err
+    flags = ("--truncate-prompt-tokens", "20", "--json")
+    cut = json.loads(run(embedder, long, *flags)[1])["data"][0]["vector"]
+    assert cut == json.loads(run(embedder, "refund " * 18, "--json")[1])["data"][0]["vector"]
+    assert run(reranker, "hi", long)[0] == 2
+    code, out, _ = run(reranker, "hi", long, *flags)
+    assert (code, len(json.loads(out)["data"])) == (0, 1)
+
+
 def test_a_model_of_text_answers_one_text(run: Run) -> None:
     flags = ("--max-tokens", "4", "--temperature", "0")
     assert run("stub://alpha", "hello", *flags)[1] == run("stub://alpha", "-p", "hello", *flags)[1] != ""
@@ -117,6 +129,16 @@ def test_a_model_of_text_answers_one_text(run: Run) -> None:
         (("{reranker}", "hi", "ho", "--instruction", "x"), "takes no instruction"),
         (("stub://alpha", "hi", "ho"), "this model answers one prompt"),
         (("stub://alpha", "hi", "--dimensions", "4"), "this model's task is 'generate'"),
+        (
+            ("stub://alpha", "hi", "--truncate-prompt-tokens", "-1"),
+            "--truncate-prompt-tokens is for models with the task 'embed' or 'rerank'",
+        ),
+        (("{embedder}", "hi", "--truncate-prompt-tokens", "0"), "truncate_prompt_tokens is 0"),
+        (("{embedder}", "hi", "--task", "generate"), "task is 'generate', but bert is an encoder"),
+        (("{embedder}", "hi", "ho", "--task", "rerank"), "task is 'rerank', but this encoder has no classifier"),
+        (("{reranker}", "hi", "--task", "generate"), "task is 'generate', but bert is an encoder"),
+        (("{reranker}", "", "hi"), "query: the text is empty"),
+        (("{reranker}", "hi", "ho", " "), "documents[1]: the text is blank"),
         (("stub://alpha", "--json"), "--json requires a prompt"),
     ],
 )

@@ -11,8 +11,8 @@ import typer
 
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.main import command_of, invoke
-from lockstep.cli.serve import engine_options
-from lockstep.cli.serve_flags import ENGINE
+from lockstep.cli.serve import engine_options, kv_options, trace_options
+from lockstep.cli.serve_flags import ENGINE, RecordFlags, WorkerFlags
 from lockstep.cluster.manifest_keys import engine_keys
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.options import EngineOptions, plan_config
@@ -226,3 +226,11 @@ def test_kv_events_are_refused_where_models_are_on_other_hosts(
     manifest.write_text("cluster: c\nmodels: {m: {source: 'stub://a'}}\nhosts: {}\n")
     assert invoke(["serve", "--manifest", str(manifest), "--kv-events", "tcp://127.0.0.1:5557"]) == 2
     assert "--kv-events does not support `hosts:`" in capsys.readouterr().err
+
+
+def test_sizes_of_stored_kv_and_of_recordings_are_in_mib(tmp_path: Path) -> None:
+    kv = kv_options(WorkerFlags(host_kv_mb=3, kv_dir=tmp_path / "kv", kv_dir_mb=5))
+    assert (kv.host_bytes, kv.disk_bytes) == (3 * 1_048_576, 5 * 1_048_576)
+    recorded = trace_options(RecordFlags(trace=tmp_path / "trace", trace_max_mb=7))
+    assert recorded is not None
+    assert recorded.max_bytes == 7 * 1_048_576

@@ -77,6 +77,17 @@ def test_variables_of_templates_are_parameters_where_the_api_has_them() -> None:
     assert sent(kwargs={"tools": []}) == SAID
 
 
+def test_arguments_of_past_calls_are_sent_as_text() -> None:
+    function = {"name": "look_up", "arguments": {"id": 7, "place": "Zürich"}}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    call = GenerationRequest(Conversation([*SAID["messages"], said]))
+    _, sent_call = json.loads(remote_request("far", "served", call).body)["messages"]
+    [given] = sent_call.pop("tool_calls")
+    assert sent_call == {"role": "assistant", "content": ""}
+    assert json.loads(given["function"].pop("arguments")) == function["arguments"]
+    assert given == {"id": "a", "type": "function", "function": {"name": "look_up"}}
+
+
 @pytest.mark.parametrize(
     ("constraint", "expected"),
     [

@@ -88,6 +88,41 @@ async def test_calls_of_functions_pass_through_whole_and_streamed() -> None:
     assert frames[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": ARGUMENTS}}
+CALLED = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Which order?"}]},
+    {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "call_2"}]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "seven"},
+    {"role": "tool", "tool_call_id": "call_2", "content": "eight"},
+    {"role": "assistant", "content": "Two of them."},
+    {"role": "user", "content": "And now?"},
+]
+
+
+@pytest.mark.parametrize("more", [{"tools": [TOOL]}, {}, {"tools": [TOOL], "tool_choice": "none"}])
+async def test_past_calls_and_results_are_sent_as_the_client_sent_them(more: dict[str, Any]) -> None:
+    async with client_of(says(whole("Once"))) as (client, asked):
+        answer = await client.post("/v1/chat/completions", json={"model": "far", "messages": CALLED, **more})
+    assert answer.status_code == 200, answer.text
+    assert asked[0][1]["messages"] == CALLED
+
+
+async def test_past_calls_of_other_apis_are_sent_in_the_form_of_openai() -> None:
+    said = [
+        {"role": "user", "content": "Which order?"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "call_1", "name": "look_up", "input": {"id": 7}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "seven"}]},
+    ]
+    async with client_of(says(whole("Once"))) as (client, asked):
+        answer = await client.post("/v1/messages", json={"model": "far", "max_tokens": 4, "messages": said})
+    assert answer.status_code == 200, answer.text
+    _, called, result = asked[0][1]["messages"]
+    [call] = called["tool_calls"]
+    assert (call["id"], json.loads(call["function"]["arguments"])) == ("call_1", {"id": 7})
+    assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "call_1", "seven")
+
+
 async def test_variables_of_the_template_pass_through() -> None:
     more = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
     async with client_of(says(whole("Once"))) as (client, asked):

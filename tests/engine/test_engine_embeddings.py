@@ -78,5 +78,5 @@ def test_a_pooled_prompt_may_have_one_token_less_than_the_context(llm: LLM) -> N
     model, config = llm.model, llm.engine.config
     longest = config.max_model_len - 1
     assert prepare(model, config, GenerationRequest((7,) * longest, pooling="mean")).max_output_tokens == 1
-    with pytest.raises(PromptTooLongError, match=f"at most {longest} are possible"):
+    with pytest.raises(PromptTooLongError, match=f"has {longest + 1} tokens, but the model takes {longest};"):
         prepare(model, config, GenerationRequest((7,) * (longest + 1), pooling="mean"))

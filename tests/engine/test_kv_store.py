@@ -59,7 +59,7 @@ def present(store: KVStore, count: int, environment: bytes = ENVIRONMENT) -> set
 
 def test_blocks_read_after_a_cancelled_load_are_ignored() -> None:
     """An engine cancels while the store's thread reads a block: that content belongs to a later index."""
-    load = ChainLoad(ENVIRONMENT, [hash_of(number) for number in range(4)], SIZE, nothing, 4 * SIZE)
+    load = ChainLoad(ENVIRONMENT, [hash_of(number) for number in range(4)], [SIZE] * 4, nothing, 4 * SIZE)
     for number in range(2):
         load.put(content_of(number))
     assert load.take(SIZE)[0][0] == 0
@@ -99,13 +99,13 @@ def test_closing_the_store_ends_waiting_loads(open_store: OpenStore) -> None:
     save(store, *range(8))
     assert store.flush(10.0)
     woken = threading.Event()
-    load = store.load(ENVIRONMENT, [hash_of(number) for number in range(8)], SIZE, woken.set)
+    load = store.load(ENVIRONMENT, [hash_of(number) for number in range(8)], [SIZE] * 8, woken.set)
     until(lambda: load.is_ready, "the first block came")
     woken.clear()
     store.close(10.0)
     assert woken.is_set()
     assert load.is_done
-    assert store.load(ENVIRONMENT, [hash_of(0)], SIZE, nothing).is_done, "and who comes then waits for nothing"
+    assert store.load(ENVIRONMENT, [hash_of(0)], [SIZE], nothing).is_done, "and who comes then waits for nothing"
 
 
 def test_an_error_in_the_stores_thread_ends_the_load_and_not_the_store(
@@ -116,9 +116,9 @@ def test_an_error_in_the_stores_thread_ends_the_load_and_not_the_store(
     assert store.flush(10.0)
     with monkeypatch.context() as patched:
         patched.setattr(BlockFiles, "read", lambda *arguments: 1 / 0)
-        load = store.load(ENVIRONMENT, [hash_of(0)], SIZE, nothing)
+        load = store.load(ENVIRONMENT, [hash_of(0)], [SIZE], nothing)
         until(lambda: load.is_done, "it waits no longer")
-    load = store.load(ENVIRONMENT, [hash_of(0)], SIZE, nothing)
+    load = store.load(ENVIRONMENT, [hash_of(0)], [SIZE], nothing)
     until(lambda: load.is_ready, "the store goes on")
     assert len(load.take(SIZE)) == 1
 

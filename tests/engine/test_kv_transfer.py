@@ -32,7 +32,7 @@ def test_an_evicted_session_is_restored_bit_by_bit(pocket: Pocket, open_store: O
     first = answer(engine, ask(prompt(1), "s"))
     assert first.num_cached_tokens == 0
     hashes = hashes_of(engine, "s")
-    before = engine.model.executor.read_blocks([b for b in engine.scheduler.cached_blocks(hashes) if b is not None])
+    before = engine.model.executor.read_blocks([b for each in engine.scheduler.cached_blocks(hashes) for b in each])
     assert engine.sessions.sweep() == (1, 4)
     assert engine.scheduler.stats().num_cached_blocks == 0
     kv_of(engine).store.flush(10.0)
@@ -40,7 +40,7 @@ def test_an_evicted_session_is_restored_bit_by_bit(pocket: Pocket, open_store: O
     back = answer(engine, ask(longer, "s"))
     assert back.num_cached_tokens == 4 * BLOCK
     assert tokens_of(back) == tokens_of(answer(Engine(*pocket), ask(longer)))
-    after = engine.model.executor.read_blocks([b for b in engine.scheduler.cached_blocks(hashes) if b is not None])
+    after = engine.model.executor.read_blocks([b for each in engine.scheduler.cached_blocks(hashes) for b in each])
     assert np.array_equal(before, after)
     assert kv_of(engine).store.tiers.num_loaded == {KVTierName.HOST: 4}
     engine.scheduler.check()
@@ -248,7 +248,7 @@ def test_many_evicted_blocks_are_copied_within_the_stores_bound(
     hashes = hashes_of(engine, "s")
     store.options = structs.replace(store.options, max_saving_bytes=3 * size)
     monkeypatch.setattr(kv_transfer, "MAX_MOVED_BYTES", 2 * size)
-    kept = kv_of(engine).keep_now(hashes)
+    kept = kv_of(engine).keep_now(hashes, ())
     assert store._saving_bytes == 4 * size, "two portions: the bound, and what the last one is beyond it"
     assert kept == 4
     may_write.set()

@@ -74,6 +74,19 @@ def test_vectors_are_those_of_sentence_transformers(name: str, golden: Any, tmp_
             llm.embed(TEXTS[-1])
 
 
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_cosines_have_the_prompts_of_queries_and_documents(name: str, golden: Any, tmp_path: Path) -> None:
+    case = EMBEDDERS[name]
+    expected = golden[f"embed.{name}.cosines"]
+    with LLM(str(write_case(tmp_path / name, case))) as llm:
+        assert np.abs(scores_of(llm) - expected).max() <= MAX_SCORE_DIFFERENCE
+        texts = [each for pair in PAIRS for each in pair]
+        vectors = llm.embed(texts, truncate_prompt_tokens=-1).astype(np.float64)
+    by_default_prompt = (vectors[::2] * vectors[1::2]).sum(1)
+    has_others = bool(case.prompts.get("query") or case.default_prompt)
+    assert (np.abs(by_default_prompt - expected).max() > 10 * MAX_SCORE_DIFFERENCE) == has_others
+
+
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_scores_are_those_of_a_cross_encoder(name: str, golden: Any, tmp_path: Path) -> None:
     with LLM(str(write_case(tmp_path / name, CLASSIFIERS[name]))) as llm:

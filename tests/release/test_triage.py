@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import EvidenceError
 from lockstep.release import sequential, signals
-from lockstep.release.triage import KINDS, RANKS, owner_of, read_owners
+from lockstep.release.triage import KINDS, RANKS, Group, owner_of, read_owners
 from lockstep.release.verdict import Decision, Signal
 from tests.release.judging import judged, with_tokens
 
@@ -39,6 +39,15 @@ def test_exactly_the_possible_signals_have_a_hint() -> None:
 def test_causes_precede_their_consequences() -> None:
     ranks = [RANKS[name] for name in ("output-mismatch", "errors", "decode", "ttft", "latency", "undecided")]
     assert ranks == sorted(ranks)
+
+
+def test_groups_are_investigated_in_their_order() -> None:
+    """Signals that need more traffic come last, and those that make all others unreliable come first."""
+    groups = {group: [name for name, kind in KINDS.items() if kind.group is group] for group in Group}
+    assert list(groups) == sorted(Group)
+    assert groups[Group.EVIDENCE] == ["outputs-policy", "unsound-baseline", "missing-pairs", "missing-join"]
+    assert set(groups[Group.TIMES]) == {"kv-pressure", "decode", "ttft", "latency", "latency-tail"}
+    assert set(groups[Group.TOO_LITTLE]) == {"no-output-evidence", "too-few-pairs", "no-evidence-yet", "undecided"}
 
 
 def test_the_last_matching_pattern_sets_the_owner() -> None:

@@ -92,7 +92,7 @@ def test_after_a_run_the_balancer_has_the_contents_of_every_replica(
     for number, each in enumerate(fleet.replicas):
         assert fleet.balancer.load(number) == 0
         held = each.scheduler.state()
-        contents = [held.contents[content] for _, content in held.kv.published]
+        contents = [held.contents[content] for _, content, _ in held.kv.published]
         assert dict.fromkeys(sorted(contents)) == dict.fromkeys(sorted(known[number]))
 
 

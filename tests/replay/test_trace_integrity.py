@@ -25,6 +25,7 @@ from lockstep.replay.verify import verify
 from lockstep.worker.flight.options import TraceOptions
 from tests.replay.recordings import files_of, mark_as_killed
 from tests.replay.rotations import run_flight
+from tests.waiting import until
 
 NUM_FILES = 7
 """Minimum number of files of the damaged recording."""
@@ -228,11 +229,18 @@ def test_engines_are_counted_once_whatever_is_missing(folder: Path) -> None:
 
 
 def test_missing_plans_are_detected(tmp_path: Path) -> None:
-    """Files of the planner, beside those of the device."""
+    """Files of the planner, beside those of the device. Each plan is written before the next one: a writer that falls
+    behind puts many plans into one file, and deletes the first files to keep within the limit."""
     recorder = PlanRecorder(TraceOptions(str(tmp_path), 16 << 12, num_files=1 << 12))
     observed, policy = Observed((), 1000), PlanPolicy()
+
+    def num_written() -> int:
+        return sum(path.stat().st_size for path in files_in(tmp_path, PLAN_SUFFIX))
+
     while len(files_in(tmp_path, PLAN_SUFFIX)) < 4:
+        num_before = num_written()
         recorder.planned(observed, 1.0, policy, plan(observed, 1.0, policy))
+        until(lambda: num_written() > num_before, "the plan is written")  # noqa: B023 - called at once
     recorder.close()
     paths = files_in(tmp_path, PLAN_SUFFIX)
     assert verify_plans(tmp_path).findings == ()

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from lockstep.cli.main import invoke
-from lockstep.core import kv, planner
+from lockstep.core import planner, victims
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
@@ -149,8 +149,12 @@ def test_turns_are_decided_again(copy: Path) -> None:
 
 
 MUTATIONS = {
-    "victims from the best": (kv, "refs(table[-1 - count]) == 1", "refs(table[-1 - count]) != 1"),
-    "growth": (planner, "end <= len(seq.table) * block_size", "end > len(seq.table) * block_size"),
+    "victims from the best": (victims, "refs(table[-1 - count]) == 1", "refs(table[-1 - count]) != 1"),
+    "growth": (
+        planner,
+        "return self._kv.hold_row(seq, num_positions)",
+        "return not self._kv.hold_row(seq, num_positions)",
+    ),
     "admission": (planner, "queue.effective_priority(seq, builder.step) >= blocked_from", "blocked_from >= 0"),
     "resumption": (planner, "if missing <= 0:", "if missing > 0:"),
     "slots": (planner, "elif num_running >= most:", "elif num_running < most:"),
@@ -168,7 +172,7 @@ def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
     assert source.count(old) == 1, "the mutation has one place"
     namespace: dict[str, Any] = {"__name__": "mutated"}
     exec(source.replace(old, new), namespace)
-    if module is kv:
+    if module is victims:
         changed: dict[str, Any] = {"__name__": "mutated"}
         exec(inspect.getsource(planner), changed)
         changed["choose_tails"] = namespace["choose_tails"]

@@ -56,7 +56,7 @@ def test_text_longer_than_any_context_is_rejected_by_its_characters(pocket: Livi
     assert refused.status_code == 400
     error = error_of(refused)
     assert error["code"] == "context_length_exceeded"
-    assert " characters, but the context holds " in error["message"], "nobody counted its tokens"
+    assert " characters, but the " in error["message"], "nobody counted its tokens"
 
 
 @pytest.mark.parametrize(("path", "member"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
@@ -70,7 +70,7 @@ def test_of_many_prompts_the_first_that_is_too_long_refuses_all_and_nothing_of_t
     try:
         error = error_of(pocket.post(path, {member: ["short", *[long] * 1_000]}))
         assert error["code"] == "context_length_exceeded"
-        assert " tokens, but the context holds " in error["message"], "they were counted"
+        assert " tokens, but the " in error["message"], "they were counted"
         until(lambda: pocket.get("/load").json()["server_load"] == 0, "the request is over")
         until(lambda: not [one for one in refusals() if one not in before], "its refusals are gone")
     finally:

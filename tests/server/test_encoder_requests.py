@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lockstep import LLM
-from lockstep.errors import InvalidParameterError
+from lockstep import LLM, EngineOptions, LoadOptions
+from lockstep.errors import InvalidParameterError, PromptTooLongError, RequestError
 from tests.server.encoders import serving_encoders
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tools.random_vector_models import CONTEXT, SIZE, write_answering_reranker, write_embedder, write_reranker
@@ -113,6 +113,12 @@ def test_a_wrong_request_for_scores_names_its_parameter(
     assert (status, answer["error"]["param"]) == (400, param), answer
 
 
+def test_a_missing_parameter_is_named_with_an_unknown_one(server: ServerProcess) -> None:
+    error = refused(server, RERANK, {"model": "reranker", "query": QUERY, "texts": DOCUMENTS})
+    assert error["param"] == "documents"
+    assert "texts" in error["message"]
+
+
 def test_errors_of_rerank_have_the_members_that_clients_of_cohere_and_jina_read(server: ServerProcess) -> None:
     for path in (RERANK, "/rerank", "/v2/rerank"):
         status, answer = post(server, path, {"model": "nobody", "query": QUERY, "documents": DOCUMENTS})
@@ -165,6 +171,19 @@ def test_documents_are_cut_to_their_first_tokens(server: ServerProcess, model: s
     assert alone[1] != scores[2]
 
 
+def test_an_embedder_scores_with_its_prompt_for_queries(server: ServerProcess, tmp_path: Path) -> None:
+    documents = [QUERY, *DOCUMENTS]
+    with LLM(str(write_embedder(tmp_path / "embedder"))) as llm:
+        expected = llm.score(QUERY, documents)
+        [query], others = llm.embed(QUERY, prompt_name="query"), llm.embed(documents, prompt_name="")
+    assert np.allclose(expected, others @ query, atol=1e-6)
+    assert expected[0] < 0.9999, "the query has a prompt and the same text as a document has none"
+    _, scored = post(server, SCORE, {"model": "embedder", "text_1": QUERY, "text_2": documents})
+    assert [each["score"] for each in scored["data"]] == expected
+    _, ranked = post(server, RERANK, {"model": "embedder", "query": QUERY, "documents": documents})
+    assert {each["index"]: each["relevance_score"] for each in ranked["results"]} == dict(enumerate(expected))
+
+
 def test_ollama_embeds_with_an_embedder_and_refuses_a_reranker(server: ServerProcess) -> None:
     _, expected = post(server, EMBED, {"model": "embedder", "input": ["hi", "ho"]})
     status, answer = post(server, "/api/embed", {"model": "embedder:latest", "input": ["hi", "ho"]})
@@ -184,7 +203,9 @@ def test_ollama_embeds_with_an_embedder_and_refuses_a_reranker(server: ServerPro
         ({"input": "a", "dimensions": SIZE + 1}, "dimensions"),
         ({"input": "a", "model": "reranker"}, "reranker"),
     ):
-        assert re.search(word, refused(server, "/api/embed", {"model": "embedder", **more}))
+        error = refused(server, "/api/embed", {"model": "embedder", **more})
+        assert re.search(word, error)
+        assert "truncate_prompt_tokens" not in error
 
 
 def test_models_say_in_ollamas_words_what_they_are_for(server: ServerProcess) -> None:
@@ -212,6 +233,27 @@ def test_the_log_and_the_metrics_have_the_model_and_its_prompt_tokens(server: Se
     logged = [line for line in server.stderr.splitlines() if f"endpoint={SCORE} status=200" in line]
     assert "model=reranker " in logged[-1]
     assert f"prompt_tokens={num_tokens} " in logged[-1]
+
+
+def test_the_metrics_have_the_pool_of_an_encoder_in_the_tokens_of_the_cluster_tables(server: ServerProcess) -> None:
+    with server.client() as http:
+        page = http.get("/metrics").text
+        replicas = http.get("/v1/cluster").json()["replicas"]
+        listed = {each["id"]: each["max_model_len"] for each in http.get("/v1/models").json()["data"]}
+        tokenised = http.post("/tokenize", json={"model": "embedder", "prompt": "a"}).json()
+    assert (listed["embedder"], listed["chat"], tokenised["max_model_len"]) == (CONTEXT, 2048, CONTEXT)
+    engines = {model: replica["engine"] for replica in replicas for model in replica["models"]}
+    assert engines.keys() == {"embedder", "reranker", "chat"}
+    for model, engine in engines.items():
+        [line] = [
+            line
+            for line in page.splitlines()
+            if line.startswith("lockstep:cache_config_info{") and f'model_name="{model}"' in line
+        ]
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+        assert int(labels["num_gpu_blocks"]) * int(labels["block_size"]) == engine["kv_tokens"]
+        assert int(labels["max_model_len"]) == listed[model]
+        assert (labels["enable_prefix_caching"] == "False") == (model != "chat") == engine["is_encoder"]
 
 
 def test_conversations_are_routed_by_an_embedder_without_a_chat_template(tmp_path: Path) -> None:
@@ -250,9 +292,68 @@ def test_a_reranker_that_answers_gives_only_scores(tmp_path: Path) -> None:
         assert refused(running, "/v1/chat/completions", {"messages": SAID})["param"] == "model"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "num_tokens"),
+    [
+        (EMBED, {"model": "embedder", "input": ["a", LONG]}, "input[1]", CONTEXT + 3),
+        (EMBED, {"model": "embedder", "input": [5] * (CONTEXT + 1)}, "input", CONTEXT + 1),
+        (EMBED, {"model": "embedder", "input": LONG * 1_000}, "input", (CONTEXT + 1) * 1_000 + 2),
+        (EMBED, {"model": "chat", "input": [5] * 9_000}, "input", 9_000),
+        (RERANK, {"model": "embedder", "query": LONG, "documents": ["a"]}, "query", CONTEXT + 9),
+        (SCORE, {"model": "embedder", "text_1": "a", "text_2": ["b", LONG]}, "text_2[1]", CONTEXT + 3),
+        (SCORE, {"model": "reranker", "text_1": "a", "text_2": ["b", LONG]}, "text_2[1]", CONTEXT + 5),
+    ],
+)
+def test_a_text_that_is_too_long_is_named_with_its_tokens_and_with_what_cuts_it(
+    server: ServerProcess, path: str, body: Mapping[str, object], param: str, num_tokens: int
+) -> None:
+    error = refused(server, path, body)
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    most = 2_047 if body["model"] == "chat" else CONTEXT
+    assert re.search(rf"\b{num_tokens} tokens.* {most};.*truncate_prompt_tokens", error["message"])
+    assert "output" not in error["message"]
+    assert post(server, path, {**body, "truncate_prompt_tokens": -1})[0] == 200
+
+
+def test_a_small_pool_limits_the_texts_of_an_encoder_in_tokens(tmp_path: Path) -> None:
+    with LLM(str(write_embedder(tmp_path / "embedder")), LoadOptions(EngineOptions(num_blocks=1))) as llm:
+        geometry = llm.model.executor.geometry
+        most = geometry.block_size // geometry.num_stages
+        assert most < CONTEXT
+        with pytest.raises(PromptTooLongError, match=f"has {most + 1} tokens, but the model takes {most};"):
+            llm.embed([5] * (most + 1))
+        assert llm.embed(LONG, truncate_prompt_tokens=-1).shape == llm.embed([5] * most).shape
+
+
+def test_python_calls_name_the_text_that_is_refused(tmp_path: Path) -> None:
+    calls: list[tuple[Callable[[LLM], object], str]] = [
+        (lambda llm: llm.embed(LONG), "prompts"),
+        (lambda llm: llm.embed([[5], [5] * (CONTEXT + 1)]), "prompts[1]"),
+        (lambda llm: llm.embed([]), "prompts"),
+        (lambda llm: llm.score("", DOCUMENTS), "query"),
+        (lambda llm: llm.score("a", ["b", LONG]), "documents[1]"),
+        (lambda llm: llm.score("a", "b"), "documents"),
+        (lambda llm: llm.score("a", ["b"], instruction="judge"), "instruction"),
+    ]
+    with LLM(str(write_embedder(tmp_path / "embedder"))) as llm:
+        for call, param in calls:
+            with pytest.raises(RequestError) as caught:
+                call(llm)
+            assert caught.value.param == param
+        assert llm.score("a", []) == []
+
+
 def test_python_calls_are_refused_in_the_same_way(tmp_path: Path) -> None:
     with LLM(str(write_reranker(tmp_path / "reranker"))) as llm:
         assert len(llm.score(QUERY, DOCUMENTS)) == 3
+        for query, documents, param in (
+            ("a", ["b", LONG], "documents[1]"),
+            ("", ["b"], "query"),
+            ("a", [" "], "documents[0]"),
+        ):
+            with pytest.raises(RequestError) as caught:
+                llm.score(query, documents)
+            assert caught.value.param == param
         for prompt in ("hi", [5, 6]):
             with pytest.raises(InvalidParameterError, match="gives no embeddings"):
                 llm.embed(prompt)

@@ -243,7 +243,7 @@ def test_kv_events_reproduce_the_content_of_the_cache(seed: int) -> None:
             source, held = replica.kv_events, replica.engine.scheduler.state()
             assert source is not None
             told = {name_of(each) for each in source._held}
-            public = {name_of(held.contents[content]) for _, content in held.kv.published} & told
+            public = {name_of(held.contents[content]) for _, content, _ in held.kv.published} & told
             assert told == public, "nothing is told of that is not there"
             assert not told & {name_of(each) for each in secrets}
             assert not source._ended

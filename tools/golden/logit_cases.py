@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tools.random_blocks import has_long_blocks
+from tools.random_hybrids import huggingface_name
 from tools.random_models import ENCODINGS, SHAPES, Shape, as_stored, random_tensor, tensor_shapes
 
 Floats = npt.NDArray[np.float32]
@@ -82,7 +83,8 @@ def tensors(case: LogitCase) -> dict[str, Floats]:
 
 
 def sharpened(shape: Shape) -> dict[str, Floats]:
-    """Tensors of a shape with enlarged queries and keys, by their norms if there are any."""
+    """Tensors of a shape in the form of a Hugging Face file, with enlarged queries and keys, by their norms if there
+    are any."""
     sizes = tensor_shapes(shape)
     normed = any(name.endswith("q_norm.weight") for name in sizes)
     sharp = ("q_norm.weight", "k_norm.weight") if normed else ("q_proj.weight", "k_proj.weight")
@@ -93,5 +95,5 @@ def sharpened(shape: Shape) -> dict[str, Floats]:
             tensor = tensor * np.float32(_SHARPNESS)
         if name.endswith("qkv_proj.weight"):
             tensor[: (shape.num_heads + shape.num_kv_heads) * shape.head_dim] *= np.float32(_SHARPNESS)
-        drawn[name] = np.asarray(as_stored(shape, name, tensor), np.float32)
+        drawn[huggingface_name(shape, name)] = np.asarray(as_stored(shape, name, tensor), np.float32)
     return drawn

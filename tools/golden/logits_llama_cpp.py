@@ -2,8 +2,10 @@
 
     python -m tools.golden.logits_llama_cpp tests/golden/logits_llama_cpp.npz
     python -m tools.golden.logits_llama_cpp tests/golden/logits_architectures_llama_cpp.npz --architectures
+    python -m tools.golden.logits_llama_cpp tests/golden/logits_hybrids_llama_cpp.npz --hybrids
 
-The first file has llama and qwen3 in every encoding, the second one the other architectures in two. It needs the
+The first file has llama and qwen3 in every encoding, the second one the other architectures in two, the third one
+hybrids. It needs the
 ``golden`` extra. ``tools.random_models`` writes the models from a seed, so only logits are stored.
 """
 
@@ -12,11 +14,15 @@ from __future__ import annotations
 import argparse
 import ctypes
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tools.golden.architecture_cases import GGUF_CASES
+from tools.golden.hybrid_cases import HYBRID_GGUF_CASES, hybrid_token_ids
+from tools.golden.hybrid_cases import POSITIONS as HYBRID_POSITIONS
+from tools.golden.hybrid_cases import SEED as HYBRID_SEED
 from tools.golden.logit_cases import GGUF_ARCHITECTURES, GGUF_ENCODINGS, POSITIONS, SEED, Floats, gguf_shape, token_ids
 from tools.random_models import Shape, write_gguf
 
@@ -24,8 +30,8 @@ _F32 = 0
 """ggml's number of float32, used for the KV cache."""
 
 
-def llama_cpp_logits(path: Path, shape: Shape) -> Floats:
-    """Logits [len(POSITIONS), vocab]: one batch, float32 KV, no flash attention."""
+def llama_cpp_logits(path: Path, shape: Shape, ids: Sequence[int], positions: Sequence[int]) -> Floats:
+    """Logits [len(positions), vocab]: one batch, float32 KV, no flash attention."""
     import llama_cpp
 
     model_parameters = llama_cpp.llama_model_default_params()
@@ -34,11 +40,10 @@ def llama_cpp_logits(path: Path, shape: Shape) -> Floats:
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_parameters)
     assert model, f"llama.cpp does not load {path}"
     parameters = llama_cpp.llama_context_default_params()
-    parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = 256, 256, 256
+    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = 256 if len(ids) <= 256 else 512
     parameters.type_k = parameters.type_v = _F32
     parameters.flash_attn_type = 0
     context = llama_cpp.llama_init_from_model(model, parameters)
-    ids = token_ids(shape.vocab_size)
     batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
     batch.n_tokens = len(ids)
     for index, token in enumerate(ids):
@@ -47,7 +52,7 @@ def llama_cpp_logits(path: Path, shape: Shape) -> Floats:
         batch.logits[index] = 1
     assert llama_cpp.llama_decode(context, batch) == 0
     rows = []
-    for position in POSITIONS:
+    for position in positions:
         pointer = llama_cpp.llama_get_logits_ith(context, position)
         row = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float * shape.vocab_size)).contents
         rows.append(np.array(row, np.float32))
@@ -61,22 +66,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--architectures", action="store_true")
+    parser.add_argument("--hybrids", action="store_true")
     args = parser.parse_args()
     out = args.out
     golden = {}
     with tempfile.TemporaryDirectory() as directory:
-        if args.architectures:
-            for name, case in GGUF_CASES.items():
+        if args.architectures or args.hybrids:
+            seed, positions = (HYBRID_SEED, HYBRID_POSITIONS) if args.hybrids else (SEED, POSITIONS)
+            for name, case in (HYBRID_GGUF_CASES if args.hybrids else GGUF_CASES).items():
+                ids = hybrid_token_ids(case.shape) if args.hybrids else token_ids(case.shape.vocab_size)
                 for encoding in case.encodings:
                     path = Path(directory) / f"{name}-{encoding}.gguf"
-                    write_gguf(path, case.shape, encoding, seed=SEED, extra=case.extra)
-                    golden[f"{name}.{encoding}"] = llama_cpp_logits(path, case.shape)
+                    write_gguf(path, case.shape, encoding, seed=seed, extra=case.extra)
+                    golden[f"{name}.{encoding}"] = llama_cpp_logits(path, case.shape, ids.tolist(), positions)
         else:
             for name in GGUF_ARCHITECTURES:
                 for encoding in GGUF_ENCODINGS:
                     shape = gguf_shape(name, encoding)
                     path = write_gguf(Path(directory) / f"{name}-{encoding}.gguf", shape, encoding, seed=SEED)
-                    golden[f"{name}.{encoding}"] = llama_cpp_logits(path, shape)
+                    ids = token_ids(shape.vocab_size)
+                    golden[f"{name}.{encoding}"] = llama_cpp_logits(path, shape, ids.tolist(), POSITIONS)
     np.savez_compressed(out, **golden)  # type: ignore[arg-type]  # numpy's stub confuses the names with its flag
     for key, logits in golden.items():
         print(f"{key}: {logits.shape}, deviation {logits.std():.3f}")

@@ -2,8 +2,10 @@
 
     python -m tools.golden.logits_transformers tests/golden/logits_transformers.npz
     python -m tools.golden.logits_transformers tests/golden/logits_architectures.npz --architectures
+    python -m tools.golden.logits_transformers tests/golden/logits_hybrids.npz --hybrids
 
-The first file has llama and qwen3, the second one the other architectures (architecture_cases.py). It needs the
+The first file has llama and qwen3, the second one the other architectures (architecture_cases.py), the third one
+hybrids (hybrid_cases.py), which compute one token after the other. It needs the
 ``golden`` extra. The weights are drawn from a seed (logit_cases.py), so only prompts and logits are stored.
 """
 
@@ -16,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from tools.golden.architecture_cases import HUGGINGFACE_CASES, ArchitectureCase
+from tools.golden.hybrid_cases import HYBRID_CASES, hybrid_token_ids
+from tools.golden.hybrid_cases import POSITIONS as HYBRID_POSITIONS
 from tools.golden.logit_cases import CASES, POSITIONS, Floats, LogitCase, sharpened, tensors, token_ids
 from tools.random_shapes import Shape
 
@@ -49,16 +53,46 @@ def transformers_logits(case: LogitCase) -> Floats:
 
 def architecture_logits(case: ArchitectureCase) -> Floats:
     """Logits [len(POSITIONS), vocab] of the model that transformers builds from a config.json."""
+    return _logits_of(_model_of(case), sharpened(case.shape), case.shape)
+
+
+def hybrid_logits(case: ArchitectureCase) -> Floats:
+    """Logits [len(HYBRID_POSITIONS), vocab] of a hybrid, token by token.
+
+    transformers computes several tokens at once by another formula (``torch_chunk_gated_delta_rule``).
+    """
+    import torch
+
+    model = _with_weights(_model_of(case), sharpened(case.shape), case.shape)
+    rows, cache = [], None
+    with torch.no_grad():
+        for token in hybrid_token_ids(case.shape).tolist():
+            out = model(torch.tensor([[token]]), cache=cache, use_cache=True)
+            cache = out.cache
+            rows.append(out.logits[0, 0].numpy().copy())
+    return np.asarray(np.stack(rows)[list(HYBRID_POSITIONS)], np.float32)
+
+
+def _model_of(case: ArchitectureCase) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     declared = case.config()
     config = AutoConfig.for_model(**declared)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     assert type(model).__name__ == declared["architectures"][0]
-    return _logits_of(model, sharpened(case.shape), case.shape)
+    return model
 
 
 def _logits_of(model: Any, state: dict[str, Floats], shape: Shape) -> Floats:
+    import torch
+
+    model = _with_weights(model, state, shape)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(token_ids(shape.vocab_size))[None], use_cache=False).logits[0]
+    return np.asarray(logits.numpy()[list(POSITIONS)], np.float32)
+
+
+def _with_weights(model: Any, state: dict[str, Floats], shape: Shape) -> Any:
     import torch
 
     model = model.to(torch.float32).eval()
@@ -68,21 +102,22 @@ def _logits_of(model: Any, state: dict[str, Floats], shape: Shape) -> Floats:
     absent = set(missing) - ({"lm_head.weight"} if shape.tied_embeddings else set())
     assert not absent, absent
     assert not unexpected, unexpected
-    with torch.no_grad():
-        logits = model(torch.from_numpy(token_ids(shape.vocab_size))[None], use_cache=False).logits[0]
-    return np.asarray(logits.numpy()[list(POSITIONS)], np.float32)
+    return model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--architectures", action="store_true")
+    parser.add_argument("--hybrids", action="store_true")
     args = parser.parse_args()
     out = args.out
     golden: dict[str, Floats] = {}
     prompts = {}
     if args.architectures:
         golden |= {name: architecture_logits(case) for name, case in HUGGINGFACE_CASES.items()}
+    elif args.hybrids:
+        golden |= {name: hybrid_logits(case) for name, case in HYBRID_CASES.items()}
     else:
         golden |= {name: transformers_logits(case) for name, case in CASES.items()}
         prompts = {f"{name}.token_ids": token_ids(case.shape.vocab_size) for name, case in CASES.items()}

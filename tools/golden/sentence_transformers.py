@@ -35,7 +35,7 @@ INSTRUCTIONS = ("", "Find complaints about payments")
 
 
 def vectors(path: Path, case: VectorCase) -> dict[str, Any]:
-    """Vectors of all texts with the model's default prompt, and of some with each prompt and with none."""
+    """Vectors of all texts with the model's default prompt, of some with each prompt and with none, and cosines."""
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(path), device="cpu")
@@ -45,7 +45,17 @@ def vectors(path: Path, case: VectorCase) -> dict[str, Any]:
         found[f".{name}"] = model.encode(some, prompt_name=name)
     if case.default_prompt is not None:
         found[".none"] = model.encode(some, prompt="")
+    found[".cosines"] = cosines(model)
     return found
+
+
+def cosines(model: Any) -> Any:
+    """Cosines of the pairs, with the model's prompts for queries and documents."""
+    from sentence_transformers.util import pairwise_cos_sim
+
+    queries = model.encode_query([query for query, _ in PAIRS], convert_to_tensor=True)
+    documents = model.encode_document([document for _, document in PAIRS], convert_to_tensor=True)
+    return pairwise_cos_sim(queries, documents).numpy()
 
 
 def scores(path: Path) -> Any:

@@ -25,7 +25,7 @@ CONTROL, USER_DEFINED, NORMAL, UNKNOWN, UNUSED, BYTE = 3, 4, 1, 2, 5, 6
 FAMILIES = ("gpt-2", "default", "llama-bpe", "qwen2", "smollm")
 MORE_FAMILIES = (
     "qwen2", "smollm", "olmo", "dbrx", "smaug-bpe", "gpt-4o", "tekken",
-    "qwen35", "mpt", "falcon", "deepseek-llm", "deepseek-coder",
+    "qwen35", "mpt", "falcon", "deepseek-llm", "deepseek-coder", "lfm2",
 )  # fmt: skip
 
 Metadata = dict[str, object]

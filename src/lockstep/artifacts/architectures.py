@@ -22,6 +22,9 @@ class Architecture:
     """Class name of the architecture's classifier; empty: none is supported."""
     model_type: str = ""
     """Model type in config.json; empty: equal to the name."""
+    wrapper_name: str = ""
+    """Class name of models that also read images, and whose part for text has the architecture; empty: there are
+    none."""
     in_gguf: bool = True
     """True if GGUF files use the name. GGUF files of other architectures have the name of a compatible one."""
     interleaved: bool = False
@@ -38,10 +41,15 @@ class Architecture:
     """True if the feed-forward is named ``shared_mlp``, and gate and up are rows of its ``input_linear``."""
     partial_rope: bool = False
     """True if rope can be limited to the leading part of each head."""
+    rotary_share: float = 1.0
+    """Default of this part, as a share of the head."""
+    recurrent: str = ""
+    """Kind of the layers that are not attention, as in `ModelConfig.mixers`; empty: all layers are attention."""
     windows: str = "none"
     """Layers with a sliding window: ``none``, ``all`` (if its size is set), ``optional`` (the layers that the file
     lists, if it enables them) or ``periodic`` (all but every ``period``-th)."""
     period: int = 0
+    """Distance of layers with attention to all tokens, if files list no kinds of layers."""
     rms_norm_eps: float = 1e-6
     head_dim: int | None = None
     """Default head size. None: hidden size divided by the number of heads."""
@@ -105,6 +113,28 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             rms_norm_eps=1e-5,
             rope_theta=5e5,
             sliding_window=4096,
+        ),
+        Architecture(
+            "qwen35",
+            "Qwen3_5ForCausalLM",
+            model_type="qwen3_5_text",
+            wrapper_name="Qwen3_5ForConditionalGeneration",
+            traits={"qk_norm": True, "attention_gate": True},
+            norm_offset=1.0,
+            partial_rope=True,
+            rotary_share=0.25,
+            recurrent="delta_net",
+            period=4,
+            head_dim=256,
+        ),
+        Architecture(
+            "lfm2",
+            "Lfm2ForCausalLM",
+            traits={"qk_norm": True},
+            recurrent="convolution",
+            rms_norm_eps=1e-5,
+            tied_embeddings=True,
+            rope_theta=1e6,
         ),
         Architecture("bert", "BertModel", "BertForSequenceClassification", traits=_PLAIN_BERT, rms_norm_eps=1e-12),
         Architecture(

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
 from lockstep.artifacts.model import DenseModule, EmbeddingConfig, HeadLayer, ModelConfig
 from lockstep.artifacts.task import Pooling, Task
-from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
+from lockstep.errors import ConfigError, CorruptArtifactError, UnsupportedArtifactError
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
@@ -117,6 +117,23 @@ def task_of(config: ModelConfig, embedding: EmbeddingConfig | None) -> Task:
     if config.num_labels or (embedding is not None and embedding.answer_ids is not None):
         return "rerank"
     return "embed" if config.bidirectional or embedding is not None else "generate"
+
+
+def check_encoder_task(config: ModelConfig, task: Task) -> None:
+    """Check that an encoder can have a task that was requested in place of its own.
+
+    Raises:
+        ConfigError: it generates no text, or has no classifier for scores.
+    """
+    if task == "generate":
+        raise ConfigError(
+            f"task is 'generate', but {config.architecture} is an encoder and generates no text; leave the task out"
+        )
+    if task == "rerank" and not config.num_labels:
+        raise ConfigError(
+            "task is 'rerank', but this encoder has no classifier for pairs of texts; leave the task out: an embedding "
+            "model scores documents by the cosines of their vectors"
+        )
 
 
 def embedding_of(

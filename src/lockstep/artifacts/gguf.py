@@ -31,8 +31,17 @@ from lockstep.artifacts.generation_config import from_gguf
 from lockstep.artifacts.gguf_file import GgufFile, read_gguf
 from lockstep.artifacts.gguf_tokenizer import read_vocabulary
 from lockstep.artifacts.huggingface_config import yarn_attention
+from lockstep.artifacts.hybrids import (
+    GGUF_HYBRID_NAMES,
+    GGUF_LFM2_NORM,
+    GGUF_WHOLE_NAMES,
+    num_gguf_layers,
+    read_gguf_mixers,
+    without_extra_layers,
+)
 from lockstep.artifacts.layout import (
     EMBEDDING,
+    FINAL_NORM,
     LM_HEAD,
     MappedWeights,
     check_config,
@@ -42,12 +51,13 @@ from lockstep.artifacts.layout import (
 )
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, RopeScaling, Tensor
+from lockstep.artifacts.task import Task
 from lockstep.artifacts.tensors import bytes_by_encoding
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
 _GLOBAL_NAMES = {
     "token_embd.weight": EMBEDDING,
-    "output_norm.weight": "model.norm.weight",
+    "output_norm.weight": f"{FINAL_NORM}.weight",
     "output.weight": LM_HEAD,
 }
 _LAYER_NAMES = {
@@ -70,7 +80,7 @@ _POST_NORM_NAMES = {
 }
 """Names in models that normalize the outputs of attention and feed-forward, where Hugging Face's names are shifted."""
 _FUSED_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)", re.ASCII)
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z0-9_.]+)", re.ASCII)
 ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 """Tensors that are part of the configuration and not of the weights."""
@@ -90,6 +100,7 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
     tensors = _canonical(file.tensors, file.metadata.text("general.architecture"))
     config = read_config(file, tensors)
     check_config(config, path)
+    tensors = without_extra_layers(file.metadata, config, tensors)
     tensors = split_fused(config, tensors, path)
     check_tensors(config, tensors, path)
     embedding = from_gguf_metadata(file.metadata, config.architecture)
@@ -108,6 +119,17 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
         task=task_of(config, embedding),
         embedding=embedding_of(config, embedding),
     )
+
+
+def read_task(path: Path) -> Task:
+    """Return the task of a file by its header: metadata, and names and shapes of tensors. No weights are read.
+
+    Raises:
+        ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: see `read_gguf` and `read_config`.
+    """
+    file = read_gguf(path)
+    config = read_config(file, _canonical(file.tensors, file.metadata.text("general.architecture")))
+    return task_of(config, from_gguf_metadata(file.metadata, config.architecture))
 
 
 def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
@@ -130,7 +152,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
     if prefix in BERT_LIKE:
         return read_gguf_encoder(metadata, architecture, tensors, metadata.integer(f"{prefix}.context_length"))
     hidden_size = metadata.integer(f"{prefix}.embedding_length")
-    num_layers = metadata.integer(f"{prefix}.block_count")
+    num_layers = num_gguf_layers(metadata, architecture)
     check_num_layers(num_layers, file.path)
     num_heads = metadata.integer(f"{prefix}.attention.head_count")
     head_dim = metadata.integer(f"{prefix}.attention.key_length", hidden_size // max(num_heads, 1))
@@ -139,17 +161,19 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
     theta = metadata.real(f"{prefix}.rope.freq_base", 10000.0)
     windows = _windows(metadata, architecture, num_layers)
     fields: dict[str, Any] = {
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
+        "attention_bias": any(name.endswith(".self_attn.q_proj.bias") for name in tensors),
         **_scales(metadata, prefix, hidden_size, num_layers, num_heads, head_dim),
         **architecture.traits,
+        **read_gguf_mixers(metadata, architecture, num_layers),
     }
+    if "num_kv_heads" not in fields:
+        fields["num_kv_heads"] = metadata.integer(f"{prefix}.attention.head_count_kv", num_heads)
     config = ModelConfig(
         architecture=prefix,
         num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=metadata.integer(f"{prefix}.feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=metadata.integer(f"{prefix}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
         vocab_size=embedding.shape[0],
         max_model_len=max_model_len,
@@ -172,10 +196,13 @@ def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Te
     names = dict(_LAYER_NAMES)
     if row is not None and row.traits.get("post_norm", False):
         names |= _POST_NORM_NAMES
-    global_names = dict(_GLOBAL_NAMES)
+    global_names, whole_names = dict(_GLOBAL_NAMES), GGUF_WHOLE_NAMES if architecture == "qwen35" else {}
     if architecture in GGUF_LAYER_NAMES:
         names |= GGUF_LAYER_NAMES[architecture]
         global_names |= GGUF_GLOBAL_NAMES
+    elif architecture in GGUF_HYBRID_NAMES:
+        names |= GGUF_HYBRID_NAMES[architecture]
+        global_names[GGUF_LFM2_NORM] = f"{FINAL_NORM}.weight"
     elif row is not None and row.fused:
         names |= _FUSED_NAMES
     renamed: dict[str, Tensor] = {}
@@ -184,8 +211,12 @@ def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Te
             continue
         canonical = global_names.get(name, name)
         layer = _LAYER.fullmatch(name)
-        if layer is not None and layer[2] in names:
-            canonical = f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
+        if layer is not None:
+            module, dot, kind = layer[2].rpartition(".")
+            if layer[2] in whole_names:
+                canonical = f"model.layers.{layer[1]}.{whole_names[layer[2]]}"
+            elif dot and kind in ("weight", "bias") and module in names:
+                canonical = f"model.layers.{layer[1]}.{names[module]}.{kind}"
         renamed[canonical] = replace(tensor, name=canonical)
     return with_token_types(renamed)
 
@@ -211,7 +242,8 @@ def _refuse_variants(metadata: Metadata, prefix: str) -> None:
         raise metadata.unsupported("one part of a split GGUF; merge the parts into one file (llama-gguf-split --merge)")
     if metadata.integer(f"{prefix}.expert_count", 0) > 0:
         raise metadata.unsupported("a mixture of experts; dense models are supported")
-    if isinstance(metadata.values.get(f"{prefix}.attention.head_count_kv"), np.ndarray):
+    is_listed = isinstance(metadata.values.get(f"{prefix}.attention.head_count_kv"), np.ndarray)
+    if is_listed and ARCHITECTURES[prefix].recurrent != "convolution":
         raise metadata.unsupported("head counts that differ by layer; equal ones are supported")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if metadata.real(f"{prefix}.{key}", 0.0) != 0.0:

@@ -105,6 +105,7 @@ SPLITTERS: Mapping[str, Splitter] = {
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
     "falcon3": _LLAMA3,
+    "lfm2": _LLAMA3,
     "qwen2": _QWEN2,
     "qwen35": Splitter((_WITH_MARKS,)),
     "stablelm2": _QWEN2,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.charsmap import charsmap_fault, charsmaps_of
 from lockstep.artifacts.embedding import (
     DENSE_WEIGHTS,
@@ -25,6 +26,7 @@ from lockstep.artifacts.encoders import canonical_tensors
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
 from lockstep.artifacts.huggingface_config import has_head, read_config
+from lockstep.artifacts.hybrids import huggingface_tensors, text_part
 from lockstep.artifacts.layout import HEAD, LM_HEAD, MappedWeights, check_config, check_tensors, split_fused
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
 from lockstep.artifacts.model import Artifact, DenseModule, EmbeddingConfig, Tensor, TokenizerParts
@@ -55,6 +57,8 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     """
     declared = read_json(path / "config.json")
     config = read_config(declared)
+    row = ARCHITECTURES[config.architecture]
+    declared = text_part(declared, row)
     embedding = read_sentence_transformers(path)
     if embedding is None and not has_head(declared):
         embedding = EmbeddingConfig(max_tokens=max_tokens_of(path))
@@ -70,6 +74,8 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     elif embedding is not None and embedding.answer_ids is None:
         tensors = _without_head(tensors)
         config = replace(config, tied_embeddings=config.tied_embeddings or LM_HEAD not in tensors)
+    if row.recurrent:
+        tensors = huggingface_tensors(config, tensors)
     tensors = split_fused(config, tensors, path)
     check_tensors(config, tensors, path)
     small = [name for name in SMALL_FILES if (path / name).is_file()]

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.encoders import BERT_LIKE, read_huggingface_encoder
+from lockstep.artifacts.hybrids import read_huggingface_mixers, renamed_lfm2, text_part
 from lockstep.artifacts.layout import check_num_layers
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import ModelConfig, RopeScaling
@@ -36,6 +37,9 @@ def read_config(declared: Metadata) -> ModelConfig:
     architecture = _architecture(declared)
     if architecture.name in BERT_LIKE:
         return read_huggingface_encoder(declared, architecture)
+    declared = text_part(declared, architecture)
+    if architecture.name == "lfm2":
+        declared = renamed_lfm2(declared)
     _refuse_variants(declared, architecture)
     hidden_size = declared.integer("hidden_size")
     num_layers = declared.integer("num_hidden_layers")
@@ -49,6 +53,7 @@ def read_config(declared: Metadata) -> ModelConfig:
         "attention_bias": declared.flag("attention_bias", False),
         **_scales(declared, architecture, hidden_size),
         **architecture.traits,
+        **read_huggingface_mixers(declared, architecture, num_layers),
     }
     return ModelConfig(
         architecture=architecture.name,
@@ -130,7 +135,7 @@ def _headless() -> dict[str, Architecture]:
 def _architecture(declared: Metadata) -> Architecture:
     """Find the architecture: by class name if config.json has one, because classifiers share the model type."""
     rows = ARCHITECTURES.values()
-    by_class = {name: row for row in rows for name in (row.class_name, row.classifier_name) if name}
+    by_class = {name: row for row in rows for name in (row.class_name, row.wrapper_name, row.classifier_name) if name}
     known = ", ".join(by_class)
     by_class |= _headless()
     if "architectures" in declared.values:
@@ -139,7 +144,7 @@ def _architecture(declared: Metadata) -> Architecture:
             if name in by_class:
                 return by_class[name]
         raise declared.unsupported(f"architecture {' or '.join(names) or 'without a name'}; supported: {known}")
-    model_type = declared.text("model_type")
+    model_type = declared.section("text_config").text("model_type", declared.text("model_type"))
     for row in ARCHITECTURES.values():
         if model_type == (row.model_type or row.name):
             return row
@@ -225,6 +230,8 @@ def _local_layers(
 ) -> list[bool]:
     """Flags of layers with a sliding window: the list in config.json, otherwise the rule of the architecture."""
     layers = range(num_layers)
+    if architecture.recurrent:
+        return [False for _ in layers]
     listed = _listed_layers(declared, num_layers)
     if architecture.windows in ("none", "all"):
         if listed is not None and any(listed):
@@ -281,7 +288,8 @@ def _sections(declared: Metadata, architecture: Architecture) -> tuple[Metadata,
 
 
 def _rotary_dim(rope: Metadata, declared: Metadata, architecture: Architecture, head_dim: int) -> int | None:
-    share = rope.real("partial_rotary_factor", declared.real("partial_rotary_factor", 1.0))
+    default = declared.real("partial_rotary_factor", architecture.rotary_share)
+    share = rope.real("partial_rotary_factor", default)
     if share == 1.0:
         return None
     if not architecture.partial_rope:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.architectures import ARCHITECTURES
+from lockstep.artifacts.hybrids import check_mixers, mixer_tensors
 from lockstep.artifacts.model import ModelConfig, Tensor
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from lockstep.spelling import nearest
@@ -64,6 +65,7 @@ def check_config(config: ModelConfig, path: Path) -> None:
             f"sliding windows {list(config.windows)[:8]}; one of at least 0 tokens per layer is expected", path=path
         )
     _check_encoder(config, path)
+    check_mixers(config, path)
     for what, value in _positive_numbers(config).items():
         if not (math.isfinite(value) and value > 0):
             raise CorruptArtifactError(f"{what} is {value}; a positive number is expected", path=path)
@@ -123,13 +125,14 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical names and shapes of all tensors that the forward pass needs."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    projected = queries * 2 if config.attention_gate else queries
     norms = layer_norms(config)
     names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
     layer: dict[str, tuple[int, ...]] = {}
     for name in names:
         layer |= {} if name is None else _norm_tensors(config, name, hidden)
     layer |= {
-        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.q_proj.weight": (projected, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
@@ -145,7 +148,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         }
     if config.attention_bias:
         layer |= {
-            "self_attn.q_proj.bias": (queries,),
+            "self_attn.q_proj.bias": (projected,),
             "self_attn.k_proj.bias": (keys,),
             "self_attn.v_proj.bias": (keys,),
         }
@@ -163,6 +166,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         own = {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
         if index == 0 and not config.first_norm:
             own = {name: shape for name, shape in own.items() if ".input_layernorm." not in name}
+        recurrent = mixer_tensors(config, index)
+        if recurrent:
+            own = {name: shape for name, shape in own.items() if ".self_attn." not in name}
+            own |= {f"model.layers.{index}.{name}": shape for name, shape in recurrent.items()}
         expected |= own
     if config.final_norm:
         expected |= _norm_tensors(config, FINAL_NORM, hidden)

@@ -90,11 +90,16 @@ class DeltaNet:
 
     num_key_heads: int
     num_value_heads: int
-    """A multiple of the key heads. Value head v reads key head v // (value heads / key heads)."""
+    """A multiple of the key heads. Value head v reads key head v // (value heads / key heads), unless `is_tiled`."""
     key_dim: int
     value_dim: int
     taps: int
     """Number of tokens that the convolution before the recurrence sees, including its own."""
+    is_tiled: bool = False
+    """Whether value heads are stored in the order of GGUF files, where value head v reads key head v % key heads."""
+    has_rates: bool = False
+    """Whether the decay rates are stored themselves, in a tensor ``A``, and not as logarithms ``A_log`` of their
+    negations."""
 
     @property
     def num_channels(self) -> int:
@@ -272,19 +277,6 @@ class ModelConfig:
     def owns_kv(self, layer: int) -> bool:
         """True if a layer stores keys and values."""
         return self.mixer_of(layer) == "attention" and (not self.kv_owners or self.kv_owners[layer] == layer)
-
-    def memory_per_token(self, element_bytes: int = 2) -> int:
-        """Bytes that a pool holds of each token.
-
-        For a decoder, keys and values of all layers. For an encoder, keys and values of two layers, and the hidden
-        state and the queries in float32.
-
-        Args:
-            element_bytes: size of a number of the keys and values.
-        """
-        num_layers = 2 if self.bidirectional else self.num_layers
-        kept = self.hidden_size + self.num_heads * self.head_dim if self.bidirectional else 0
-        return 2 * element_bytes * num_layers * self.num_kv_heads * self.head_dim + 4 * kept
 
 
 @dataclass(frozen=True, slots=True)

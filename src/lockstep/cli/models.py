@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from lockstep.engine.loading import ModelCheck
 
 
+_TYPICAL_CONTEXT = 8192
+"""Tokens of the context whose memory is shown."""
+
 models_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
 
@@ -114,7 +117,7 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
         "max_model_len": config.max_model_len,
-        f"{'activation' if config.bidirectional else 'kv'}_bytes_per_token_f16": config.memory_per_token(),
+        **_memory_facts(artifact),
         "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.kind,
         "tied_embeddings": config.tied_embeddings,
         "fingerprint": artifact.fingerprint,
@@ -129,6 +132,31 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
         "tokenizer": f"{parts.tokenizer.get_vocab_size()} tokens",
         "end_tokens": {str(i): parts.tokenizer.id_to_token(i) for i in parts.end_token_ids},
         "chat_template": parts.chat_template is not None,
+    }
+
+
+def _memory_facts(artifact: Artifact) -> dict[str, Any]:
+    """Facts about the memory of a sequence, with keys and values in float16."""
+    from lockstep.cluster.resolve import DEFAULT_KV_BYTES
+    from lockstep.executors.kv_costs import activation_bytes_per_token, kv_costs
+
+    config = artifact.config
+    if config.bidirectional:
+        return {"activation_bytes_per_token_f16": activation_bytes_per_token(config)}
+    costs = kv_costs(config)
+    num_tokens = min(_TYPICAL_CONTEXT, config.max_model_len)
+    taken = costs.bytes_of(num_tokens)
+    facts: dict[str, Any] = {"kv_bytes_per_token_f16": costs.groups[0].bytes_per_token}
+    if len(costs.groups) > 1:
+        facts["kv_groups"] = [
+            {"layers": group.num_layers, "window": group.window or None, "bytes_per_token": group.bytes_per_token}
+            for group in costs.groups
+        ]
+    if costs.state_bytes:
+        facts |= {"state_bytes": costs.state_bytes, "snapshot_every_tokens": costs.snapshot_interval}
+    return facts | {
+        "kv_bytes_of_context": {str(num_tokens): taken},
+        "contexts_in_default_pool": DEFAULT_KV_BYTES // taken,
     }
 
 
@@ -161,9 +189,16 @@ def _shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
+        return (
+            "; ".join(map(_shown, value))
+            if value and isinstance(value[0], dict)
+            else ", ".join(map(str, value)) or "none"
+        )
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {part}" for key, part in value.items()) or "none"
+        return (
+            ", ".join(f"{key}: {part if isinstance(part, str) else _shown(part)}" for key, part in value.items())
+            or "none"
+        )
     return str(value)
 
 

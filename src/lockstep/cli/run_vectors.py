@@ -34,14 +34,22 @@ class VectorFlags:
     """Elements to keep from the start of each vector; None: all of them."""
     instruction: str | None = None
     """What relevance means, for a reranker that reads an instruction; None: its default."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens to keep of a longer text, or of a query with its document; -1: as many as the model takes; None: refuse
+    what is too long."""
 
     def check(self, task: str) -> None:
         """UsageError for a flag that a model with this task does not have."""
-        fits = {"prompt_name": "embed", "dimensions": "embed", "instruction": "rerank"}
+        fits = {
+            "prompt_name": ("embed",),
+            "dimensions": ("embed",),
+            "instruction": ("rerank",),
+            "truncate_prompt_tokens": ("embed", "rerank"),
+        }
         for name, needed in fits.items():
-            if getattr(self, name) is not None and task != needed:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} is for models with the task {needed!r}; this model's task is {task!r}")
+            if getattr(self, name) is not None and task not in needed:
+                flag, tasks = f"--{name.replace('_', '-')}", " or ".join(map(repr, needed))
+                raise UsageError(f"{flag} is for models with the task {tasks}; this model's task is {task!r}")
 
 
 def print_vectors(llm: LLM, texts: Sequence[str], given: VectorFlags, as_json: bool) -> None:
@@ -51,7 +59,12 @@ def print_vectors(llm: LLM, texts: Sequence[str], given: VectorFlags, as_json: b
         UsageError: there is no text.
     """
     texts = [prompt_of(text) for text in texts] or _lines("text")
-    vectors = llm.embed(texts, dimensions=given.dimensions, prompt_name=given.prompt_name)
+    vectors = llm.embed(
+        texts,
+        dimensions=given.dimensions,
+        prompt_name=given.prompt_name,
+        truncate_prompt_tokens=given.truncate_prompt_tokens,
+    )
     if as_json:
         data = [{"text": text, "vector": vector.tolist()} for text, vector in zip(texts, vectors, strict=True)]
         _print_json(llm, {"data": data})
@@ -72,7 +85,9 @@ def print_scores(llm: LLM, texts: Sequence[str], given: VectorFlags, as_json: bo
         raise UsageError('this model scores documents: lockstep run MODEL "query" "document" "another document"')
     query, *documents = map(prompt_of, texts)
     documents = documents or _lines("document")
-    scores = llm.score(query, documents, instruction=given.instruction)
+    scores = llm.score(
+        query, documents, instruction=given.instruction, truncate_prompt_tokens=given.truncate_prompt_tokens
+    )
     if as_json:
         data = [
             {"index": index, "document": document, "score": score}

@@ -20,7 +20,7 @@ from lockstep.engine.options import EngineOptions
 from lockstep.errors import UsageError
 from lockstep.option_fields import Range
 from lockstep.server.options import ServerOptions
-from lockstep.worker.flight.options import DEFAULT_MAX_MB
+from lockstep.worker.flight.options import DEFAULT_MAX_MIB
 from lockstep.worker.health import MAX_SILENCE_S
 
 
@@ -90,12 +90,12 @@ class WorkerFlags:
     """Seconds without a message after which a worker process is replaced; 0: never."""
     stream_interval_ms: Annotated[float, Range(0, 1000)] = 20.0
     """Minimum milliseconds between chunks of a stream; tokens within them share a chunk; 0: no minimum."""
-    host_kv_mb: Annotated[int, Flag(metavar="MB"), Range(0)] = 1024
-    """Host memory in MB for the KV of sessions that left the device; a manifest's host_kv_budget overrides it."""
+    host_kv_mb: Annotated[int, Flag(metavar="MiB"), Range(0)] = 1024
+    """Host memory in MiB for the KV of sessions that left the device; a manifest's host_kv_budget overrides it."""
     kv_dir: Annotated[Path | None, Flag(metavar="DIR")] = None
     """Directory that stores the KV of sessions, so that it survives a restart of the server."""
-    kv_dir_mb: Annotated[int, Flag(metavar="MB"), Range(1)] = 10_240
-    """Maximum size of the KV in --kv-dir in MB; a manifest's disk_kv_budget overrides it."""
+    kv_dir_mb: Annotated[int, Flag(metavar="MiB"), Range(1)] = 10_240
+    """Maximum size of the KV in --kv-dir in MiB; a manifest's disk_kv_budget overrides it."""
     kv_check: Annotated[float, Flag(metavar="SHARE"), Range(0, 1)] = 0.0
     """Share of restored sessions whose first block is computed again in idle time and compared bit by bit."""
 
@@ -162,8 +162,8 @@ class RecordFlags:
     """Also record prompts and answers, as token ids."""
     trace_key: Annotated[Path | None, Flag(metavar="FILE")] = None
     """File with the secret key of the recording's digests; digests with equal keys are comparable."""
-    trace_max_mb: Annotated[int, Flag(metavar="MB"), Range(1)] = DEFAULT_MAX_MB
-    """Maximum size of the recordings in --trace in MB; the oldest are deleted first."""
+    trace_max_mb: Annotated[int, Flag(metavar="MiB"), Range(1)] = DEFAULT_MAX_MIB
+    """Maximum size of the recordings in --trace in MiB; the oldest are deleted first."""
     kv_events: Annotated[str | None, Flag(metavar="ENDPOINT")] = None
     """ZeroMQ endpoint for events of the prefix caches in vLLM's format, with token ids, e.g. tcp://127.0.0.1:5557."""
     kv_events_replay: Annotated[str | None, Flag(metavar="ENDPOINT")] = None

@@ -94,6 +94,13 @@ class ModelCard:
     """Reason why there is no tokenizer yet, in one sentence."""
 
     @property
+    def shown_max_model_len(self) -> int | None:
+        """Context length for clients. Without text as the answer it is the length of the longest text, since no token
+        of output follows."""
+        has_output = self.task in (None, "generate")
+        return self.max_model_len if self.max_model_len is None or has_output else self.max_model_len - 1
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer and chat template of the model.
 

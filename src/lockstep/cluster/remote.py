@@ -48,7 +48,7 @@ BACKOFF_S = 0.1
 MAX_CONNECTIONS = 256
 """Maximum connections of one model. Further calls wait for a free one, for as long as for a new connection."""
 TEMPLATE = "{{ messages }}{{ tools }}{{ reasoning_effort }}{{ verbosity }}"
-"""Template that is never rendered; it only declares which variables are passed on."""
+"""Template that is never rendered; it only declares which variables are passed on. The messages are passed on whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def remote_request(id_: str, model: str, call: GenerationRequest) -> RemoteReque
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     prompt = call.prompt
     if isinstance(prompt, Conversation):
-        body |= {"messages": list(prompt.messages), **_of_template(prompt.template_kwargs)}
+        body |= {"messages": [_message(each) for each in prompt.messages], **_of_template(prompt.template_kwargs)}
         if prompt.continue_final or not prompt.add_generation_prompt:
             body |= {"add_generation_prompt": False, "continue_final_message": prompt.continue_final}
     else:
@@ -129,6 +129,20 @@ def _refuse(id_: str, call: GenerationRequest) -> None:
                 "available here; leave the parameter out, or use a local model",
                 param=param,
             )
+
+
+def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message in the form of OpenAI's API. Messages for a chat template may have arguments of calls as objects."""
+    calls = message.get("tool_calls")
+    return message if not calls else {**message, "tool_calls": [_past_call(call) for call in calls]}
+
+
+def _past_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        return call
+    return {**call, "function": {**function, "arguments": msgspec.json.encode(arguments).decode()}}
 
 
 def _of_template(kwargs: Mapping[str, Any]) -> dict[str, Any]:

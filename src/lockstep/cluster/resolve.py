@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.embedding import check_encoder_task
 from lockstep.artifacts.hub.source import SCHEME as HUB
 from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.model import ModelConfig, TokenizerParts
@@ -247,6 +248,8 @@ class OpenedSource:
         task = entry.task or base.task or self.task
         options = replace(base, engine=replace(engine, **entry.engine), chat_template=template, task=task)
         try:
+            if self.encoder is not None:
+                check_encoder_task(self.encoder, task)
             check_limits(options.engine, self.max_model_len)
             if not self.is_stub:
                 check_sizes(options.engine, machine_memory_bytes())
@@ -272,13 +275,14 @@ class OpenedSource:
 def activation_bytes(config: ModelConfig, options: LoadOptions) -> int:
     """Size of an encoder's pool as its load would plan it on an idle machine, which is less than its share if its texts
     are short. Keys and values in int8 count as float16."""
+    from lockstep.executors.kv_costs import activation_bytes_per_token
     from lockstep.executors.native.forward import BLOCK_TOKENS
 
+    element_bytes = 4 if options.executor.kv_cache_precision == "f32" else 2
     stages = config.num_layers + 1
     geometry = Geometry(
         block_size=BLOCK_TOKENS * stages,
-        bytes_per_block=BLOCK_TOKENS
-        * config.memory_per_token(4 if options.executor.kv_cache_precision == "f32" else 2),
+        bytes_per_block=BLOCK_TOKENS * activation_bytes_per_token(config, element_bytes),
         num_layers=config.num_layers,
         max_model_len=config.max_model_len * stages + 1,
         vocab_size=config.vocab_size,

@@ -12,7 +12,7 @@ it writes its next state to other blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 ContentKey = bytes | tuple[bytes, int]
@@ -97,6 +97,30 @@ def restored_blocks(groups: Iterable[KVGroup], saved: SavedBlocks) -> tuple[Grou
 def content_key(block_hash: bytes, group: int) -> ContentKey:
     """Key of a column's content in a group, counted from 0."""
     return (block_hash, group) if group else block_hash
+
+
+def contents_to_continue(groups: Sequence[KVGroup], num_columns: int, block_size: int) -> Iterator[tuple[int, range]]:
+    """Contents that a sequence needs, besides those of the first group, to continue after this many columns.
+
+    Yields:
+        By group, states first, its number and the indices of the columns; for a state that of the last column.
+    """
+    for number in range(len(groups) - 1, 0, -1):
+        group = groups[number]
+        first = num_columns - 1 if group.is_state else group.first_column(num_columns * block_size, block_size)
+        yield number, range(first, num_columns)
+
+
+def contents_of_chain(
+    groups: Sequence[KVGroup], hashes: Sequence[bytes], borders: Sequence[int], block_size: int
+) -> list[tuple[bytes, int]]:
+    """Contents of a chain in the first group, and of the others those with which a sequence can continue after one of
+    the borders (numbers of blocks), as pairs of hash and group, each once."""
+    contents = [(each, 0) for each in hashes]
+    for border in borders:
+        for number, columns in contents_to_continue(groups, border, block_size):
+            contents += [(hashes[at], number) for at in columns]
+    return list(dict.fromkeys(contents))
 
 
 def snapshot_positions(

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from lockstep.core.blocks import BlockPool, HostPool
-from lockstep.core.groups import ContentKey, GroupBlocks, WindowBlocks, content_key
+from lockstep.core.groups import ContentKey, GroupBlocks, WindowBlocks, content_key, contents_of_chain
 from lockstep.core.other_groups import OtherGroups
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import PrefixCache
@@ -311,17 +311,18 @@ class KVCache:
         if seq.table:
             self.others.publish_end(seq)
 
-    def _keys(self, hashes: Seq[bytes]) -> list[ContentKey]:
-        """Keys of the contents of these hashes in all KV groups."""
-        return [content_key(each, group) for group in range(1 + len(self.others.nothing)) for each in hashes]
+    def _keys(self, hashes: Seq[bytes], borders: Seq[int]) -> list[ContentKey]:
+        """Keys of the contents of these hashes, and of those with which a sequence can continue after each border."""
+        found = contents_of_chain(self._config.groups, hashes, borders, self._block_size)
+        return [content_key(block_hash, group) for block_hash, group in found]
 
-    def pin(self, hashes: Seq[bytes]) -> None:
+    def pin(self, hashes: Seq[bytes], borders: Seq[int]) -> None:
         """Evict this content last."""
-        self.pool.pin_cached(self._idle(self.prefix.pin(self._keys(hashes))))
+        self.pool.pin_cached(self._idle(self.prefix.pin(self._keys(hashes, borders))))
 
-    def sweep(self, hashes: Seq[bytes]) -> tuple[int, ...]:
+    def sweep(self, hashes: Seq[bytes], borders: Seq[int]) -> tuple[int, ...]:
         """Undo a pin. Frees the blocks that only it kept, deepest first, so that the first block is handed out last."""
-        idle = self._idle(self.prefix.unpin(self._keys(hashes)))[::-1]
+        idle = self._idle(self.prefix.unpin(self._keys(hashes, borders)))[::-1]
         self.prefix.forget(*idle)
         self.pool.free_cached(idle)
         return tuple(idle)

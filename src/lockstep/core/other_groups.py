@@ -13,6 +13,7 @@ from lockstep.core.groups import (
     StateBlocks,
     WindowBlocks,
     content_key,
+    contents_to_continue,
     no_blocks,
     snapshot_positions,
 )
@@ -50,23 +51,18 @@ class OtherGroups:
         """Cached blocks of all groups with which a sequence can continue after these columns; None: some are
         missing."""
         found: list[GroupBlocks] = []
-        for number in range(len(self._groups) - 1, 0, -1):  # states first: they are rare
-            group = self._groups[number]
-            if group.is_state:
-                state = self._prefix.find(content_key(hashes[num_columns - 1], number))
-                if not state:
-                    return None
-                found.append(StateBlocks(state))
-                continue
-            first = group.first_column(num_columns * self._block_size, self._block_size)
+        for number, needed in contents_to_continue(self._groups, num_columns, self._block_size):
             columns: list[tuple[int, ...]] = []
-            for column in range(num_columns - 1, first - 1, -1):
+            for column in reversed(needed):
                 blocks = self._prefix.find(content_key(hashes[column], number))
                 if not blocks:
                     return None
                 columns.append(blocks)
+            if self._groups[number].is_state:
+                found.append(StateBlocks(columns[0]))
+                continue
             found.append(
-                WindowBlocks(first, tuple([block for each in reversed(columns) for block in each]), num_columns)
+                WindowBlocks(needed.start, tuple([block for each in reversed(columns) for block in each]), num_columns)
             )
         return tuple(reversed(found))
 

@@ -187,6 +187,13 @@ def prefill_budget(config: SchedulerConfig, num_waiting: int, num_decoding: int)
     return min(max(share, 1), config.prefill_limit)
 
 
+def positions_that_fit(config: SchedulerConfig) -> int:
+    """Maximum prompt and output positions of a sequence that has the whole KV pool. With the admission ``optimistic``
+    its last position needs no KV."""
+    capacity = config.most_positions() if len(config.groups) > 1 else config.num_blocks * config.block_size
+    return capacity + 1 if config.admission == "optimistic" else capacity
+
+
 def output_limit(config: SchedulerConfig, request: Request) -> int:
     """Maximum output tokens of the request.
 
@@ -199,8 +206,7 @@ def output_limit(config: SchedulerConfig, request: Request) -> int:
         raise InvalidParameterError(f"the prompt has {prompt} tokens; at least one is needed", param="prompt")
     if max_tokens is not None and max_tokens < 1:
         raise InvalidParameterError(f"max_tokens is {max_tokens}; at least 1 is needed", param="max_tokens")
-    capacity = config.most_positions() if len(config.groups) > 1 else config.num_blocks * config.block_size
-    tokens_that_fit = capacity + 1 if config.admission == "optimistic" else capacity
+    tokens_that_fit = positions_that_fit(config)
     for limit, what in (
         (config.max_model_len, f"the context holds {config.max_model_len}"),
         (tokens_that_fit, f"the KV pool of {config.num_blocks} blocks of {config.block_size} holds {tokens_that_fit}"),

@@ -59,8 +59,8 @@ class Request:
     """Id of the first of ``n`` siblings. This one is admissible when the first has committed its prompt or has
     ended."""
     snapshots: tuple[int, ...] = ()
-    """Positions of the prompt after which the states of recurrent layers are worth keeping, because other prompts may
-    continue there: multiples of the block size, ascending."""
+    """Positions of the prompt after which other prompts may continue, so that windows and the states of recurrent layers
+    are worth keeping there: multiples of the block size, ascending."""
     is_bulk: bool = False
     """True if its prompt yields to prompts of generation requests; see `StepBuilder.keep_back`."""
 
@@ -81,9 +81,9 @@ class CommandListener(Protocol):
         """``in_step``: whether a step is under way."""
         ...
 
-    def pinned(self, hashes: Sequence[bytes], step: int) -> None: ...
+    def pinned(self, hashes: Sequence[bytes], borders: Sequence[int], step: int) -> None: ...
 
-    def unpinned(self, hashes: Sequence[bytes], step: int) -> None: ...
+    def unpinned(self, hashes: Sequence[bytes], borders: Sequence[int], step: int) -> None: ...
 
     def filled(self, hashes: Sequence[bytes], start: int, group: int, step: int) -> None: ...
 

@@ -20,13 +20,7 @@ from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import ContentNews
 from lockstep.core.queue import TenantLedger, WaitingQueue
 from lockstep.core.request import CommandListener, FinishReason, Request
-from lockstep.core.sequence import (
-    FinishedSequence,
-    RunningLists,
-    Sequence,
-    SequenceState,
-    SequenceView,
-)
+from lockstep.core.sequence import FinishedSequence, RunningLists, Sequence, SequenceState, SequenceView
 from lockstep.core.state import SchedulerState, restored, saved
 from lockstep.core.stats import Counters, SchedulerStats
 from lockstep.core.step import Explain, Finish, StepEvents, StepPlan, StepResult
@@ -124,17 +118,21 @@ class Scheduler:
         if self._listener is not None:
             self._listener.answer_named(seq_id, hashes, self._step, in_step=self._pending is not None)
 
-    def pin(self, hashes: Seq[bytes]) -> None:
-        """Evict blocks of this content, which a session keeps, last, until each ``pin`` is undone by a ``sweep``."""
-        self._kv.pin(hashes)
-        if hashes and self._listener is not None:
-            self._listener.pinned(hashes, self._step)
+    def pin(self, hashes: Seq[bytes], borders: Seq[int] = ()) -> None:
+        """Evict blocks of this content, which a session keeps, last, until each ``pin`` is undone by a ``sweep``.
 
-    def sweep(self, hashes: Seq[bytes]) -> tuple[int, ...]:
-        """Undo a ``pin``. Returns the freed blocks, which neither a sequence nor another pin needs."""
-        freed = self._kv.sweep(hashes)
+        Args:
+            borders: numbers of blocks after which the session may continue. Windows and states there are kept, too.
+        """
+        self._kv.pin(hashes, borders)
         if hashes and self._listener is not None:
-            self._listener.unpinned(hashes, self._step)
+            self._listener.pinned(hashes, borders, self._step)
+
+    def sweep(self, hashes: Seq[bytes], borders: Seq[int] = ()) -> tuple[int, ...]:
+        """Undo a ``pin``. Returns the freed blocks, which neither a sequence nor another pin needs."""
+        freed = self._kv.sweep(hashes, borders)
+        if hashes and self._listener is not None:
+            self._listener.unpinned(hashes, borders, self._step)
         return freed
 
     def fill(self, hashes: Seq[bytes], start: int = 0, group: int = 0) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -165,9 +163,7 @@ class Scheduler:
 
     def drain_contents(self) -> tuple[ContentNews, ...]:
         """Take the changes of the prefix cache since the last call. The first call returns its whole content."""
-        news = self._kv.prefix.news
-        if not news:
-            return ()
+        news = self._kv.prefix.news or []
         drained = tuple(news)
         news.clear()
         return drained

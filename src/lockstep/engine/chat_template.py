@@ -276,6 +276,10 @@ def _checked(message: object, where: str, supports_developer: bool, roles: Seque
         checked["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
     may_be_absent = role == "assistant" and (bool(calls) or bool(message.get("reasoning_content")))
     checked["content"] = _content(message.get("content"), f"{where}.content", may_be_absent)
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str) and not (calls and checked["content"]):
+        # Templates of LFM2.5 and gpt-oss call it so; the latter's reject it beside both content and calls.
+        checked.setdefault("thinking", reasoning)
     return checked
 
 

@@ -93,7 +93,9 @@ class Engine:
         self._running_thread_id = 0
         """Id of the thread in ``run``; 0: none."""
         self._ids = itertools.count()
-        self._info = {"cache_config_info": cache_config_labels(config)}
+        longest = model.text_limit(config) - (model.task != "generate")
+        num_stages = model.executor.geometry.num_stages
+        self._info = {"cache_config_info": cache_config_labels(config, num_stages, longest)}
         self._mailboxes = LoopMailboxes()
 
     def follow(self, follower: SequenceFollower) -> None:

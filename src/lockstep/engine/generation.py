@@ -345,6 +345,13 @@ class LiveRequest:
         """Hashes of the blocks that its session keeps: the prompt, and the answer of the first sequence."""
         return self.generations[0].block_hashes if self.generations else self.core_request.block_hashes
 
+    def borders(self, block_size: int) -> tuple[int, ...]:
+        """Numbers of blocks after which the session's next request may continue: before the answer's beginning, since
+        templates may write it differently then, after the prompt, and at the answer's end."""
+        positions = (*self.core_request.snapshots[-1:], len(self.prompt_ids))
+        ends = (*[position // block_size for position in positions], len(self.kept_hashes))
+        return tuple([end for end in dict.fromkeys(ends) if end])
+
     def core_request_of(self, first: int | None) -> Request:
         """The core's request for one sequence. Siblings of the first one need no prompt row and may share its
         blocks."""

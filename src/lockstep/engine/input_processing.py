@@ -14,10 +14,10 @@ from lockstep.core.request import Request
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.output_rules import Runs
-from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.engine.scoring import check_task, pair_request
-from lockstep.engine.tokenizer import Tokenizer, too_many_tokens
-from lockstep.errors import InvalidParameterError
+from lockstep.engine.tokenizer import Texts, Tokenizer, too_many_tokens
+from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.executors.sampling_params import SamplingParams, check_logprobs
 
 MAX_SHOWN_SPECIALS = 64
@@ -61,6 +61,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         request.tenant,
         reads_cache=request.prompt_logprobs is None,
         allows_forced=params.logprobs is None and not params.bad_words,
+        snapshots=_snapshots(config, request, len(prompt_ids)),
     )
     end_ids, ignored_end_ids = ends_of(model.tokenizer, params)
     return LiveRequest(
@@ -77,6 +78,21 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         namespace=namespace,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
     )
+
+
+def _snapshots(config: SchedulerConfig, request: GenerationRequest, num_prompt_tokens: int) -> tuple[int, ...]:
+    """Positions after which states are worth keeping: the last block border with which the next turn begins as well."""
+    position = request.num_lasting_tokens // config.block_size * config.block_size
+    return (position,) if len(config.groups) > 1 and 0 < position < num_prompt_tokens else ()
+
+
+def with_input_name(error: RequestError, where: str, prompt: Prompt) -> RequestError:
+    """Add the name of an input, such as ``input[3]``, to an error about its prompt. Other errors concern the whole
+    request and are unchanged."""
+    if error.param == "prompt":
+        text = "the text is empty" if prompt == "" else str(error)
+        error.args, error.param = (f"{where}: {text}",), where
+    return error
 
 
 def check_request(request: GenerationRequest, vocab_size: int) -> None:
@@ -103,8 +119,9 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
         PromptTooLongError: it does not fit the context. A conversation is measured as it was sent, including text that
             the template would leave out.
     """
-    prompt, reasoning = request.prompt, request.reasoning
+    prompt, reasoning, num_lasting = request.prompt, request.reasoning, 0
     most = max_model_len - 1 if request.truncate_prompt_tokens is None else None
+    kind: Texts | None = "pair" if request.logit_ids else "text" if request.pooling is not None else None
     if isinstance(prompt, Conversation):
         if prompt.reasoning not in REASONING:
             raise InvalidParameterError.of("reasoning", prompt.reasoning, f"one of {', '.join(REASONING)}")
@@ -114,21 +131,27 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final=prompt.continue_final,
             most=most,
+            kind=kind,
         )
         reasoning = tokenizer.reasoning_after(ids) if prompt.reasoning == "auto" else None
+        if prompt.add_generation_prompt and not prompt.continue_final:
+            num_lasting = tokenizer.generation_prompts.num_before(ids, prompt.template_kwargs)
         if request.logit_ids and most is None:
             ids = _cut_document(tokenizer, prompt, ids, _num_kept(max_model_len, request))
     elif isinstance(prompt, str) and request.pooling is not None:
         return _tokenised_text(tokenizer, max_model_len, request, prompt)
     else:
-        ids = tokenizer.encode(prompt, most=most) if isinstance(prompt, str) else prompt
+        ids = tokenizer.encode(prompt, most=most, kind=kind) if isinstance(prompt, str) else prompt
     if most is not None and len(ids) > most:
-        raise too_many_tokens(len(ids), most)
+        raise too_many_tokens(len(ids), most, kind)
     if (num_kept := _num_kept(max_model_len, request)) is not None:
+        num_lasting = max(0, num_lasting - max(0, len(ids) - num_kept))
         ids = ids[:num_kept] if request.pooling is not None else ids[-num_kept:]
     elif ids is prompt:  # tokenised before, by the server
         return request
-    return replace(request, prompt=tuple(ids), reasoning=reasoning, truncate_prompt_tokens=None)
+    return replace(
+        request, prompt=tuple(ids), reasoning=reasoning, truncate_prompt_tokens=None, num_lasting_tokens=num_lasting
+    )
 
 
 def _tokenised_text(
@@ -136,13 +159,26 @@ def _tokenised_text(
 ) -> GenerationRequest:
     """Tokenise the text, or the pair of texts, of an embedding request. If it is cut, its beginning is kept, with the
     special tokens around it, as sentence-transformers does."""
-    if request.document is None and (before := tokenizer.prompt_text(request.prompt_name)):
+    if request.document is None and (before := _prompt_before(tokenizer, request)):
         tokenizer.check_content(text)
         text = before + text
     ids = tokenizer.encode_text(
         text, request.document, most=max_model_len - 1, num_kept=_num_kept(max_model_len, request)
     )
-    return replace(request, prompt=tuple(ids), document=None, prompt_name=None, truncate_prompt_tokens=None)
+    return replace(
+        request, prompt=tuple(ids), document=None, prompt_name=None, text_role=None, truncate_prompt_tokens=None
+    )
+
+
+def _prompt_before(tokenizer: Tokenizer, request: GenerationRequest) -> str:
+    """The model's prompt for the text of an embedding request; empty: none.
+
+    In a score, the prompts are those of sentence-transformers' ``encode_query`` and ``encode_document``: the prompt
+    that is named like the text's role, and never the default prompt.
+    """
+    if request.text_role is None:
+        return tokenizer.prompt_text(request.prompt_name)
+    return tokenizer.parts.prompts.get(request.text_role, "")
 
 
 def _cut_document(

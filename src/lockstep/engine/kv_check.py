@@ -108,10 +108,10 @@ class KVCheck:
 
     def _compare(self, running: _Running) -> None:
         hashes = running.live.core_request.block_hashes[:1]
-        [block] = self._scheduler.cached_blocks(hashes)
-        if block is None:  # the check failed or was aborted
+        [blocks] = self._scheduler.cached_blocks(hashes)
+        if not blocks:  # the check failed or was aborted
             return
-        [computed] = self._model.executor.read_blocks([block])
+        [computed] = self._model.executor.read_blocks(blocks)
         self._scheduler.pin(hashes)
         self._scheduler.sweep(hashes)
         is_same = np.array_equal(computed.view(np.uint8).ravel(), running.due.content.view(np.uint8).ravel())

@@ -20,15 +20,15 @@ class ChainLoad:
         self,
         environment: bytes,
         hashes: Sequence[bytes],
-        num_bytes: int,
+        sizes: Sequence[int],
         wake: Callable[[], None],
         max_ahead_bytes: int,
     ) -> None:
         self._max_ahead_bytes = max_ahead_bytes
         self.environment = environment
         self.hashes = tuple(hashes)
-        self.num_bytes = num_bytes
-        """Size of one block."""
+        self.sizes = tuple(sizes)
+        """Size of each content in bytes."""
         self.wake = wake
         """Called by the store's thread when contents can be taken, or the load is over."""
         self.num_read = 0
@@ -52,7 +52,7 @@ class ChainLoad:
     @property
     def needs_more(self) -> bool:
         """True if the next block should be read."""
-        return not self.is_over and (self.num_read - self.num_taken) * self.num_bytes < self._max_ahead_bytes
+        return not self.is_over and sum(self.sizes[self.num_taken : self.num_read]) < self._max_ahead_bytes
 
     def put(self, content: Blocks) -> None:
         """Add the next block's content, unless the load is over."""
@@ -63,11 +63,15 @@ class ChainLoad:
                 self.is_over = self.num_read == len(self.hashes)
 
     def take(self, most_bytes: int) -> list[Blocks]:
-        """Take the contents of the next blocks, at least one if there is any."""
+        """Take the next contents, at least one if there is any."""
         with self._lock:
-            count = min(len(self._ready), max(1, most_bytes // self.num_bytes))
-            self.num_taken += count
-            return [self._ready.popleft() for _ in range(count)]
+            taken: list[Blocks] = []
+            num_bytes = 0
+            while self._ready and (not taken or num_bytes + self._ready[0].nbytes <= most_bytes):
+                taken.append(self._ready.popleft())
+                num_bytes += taken[-1].nbytes
+            self.num_taken += len(taken)
+            return taken
 
     def cancel(self) -> None:
         """Stop the load and drop its contents."""

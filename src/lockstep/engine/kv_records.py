@@ -33,6 +33,13 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
     hashes: tuple[bytes, ...]
     used_at: float
     """Unix time at which its last request ended."""
+    others: tuple[bytes, ...] = ()
+    """Keys of windows and states that it may need; see `lockstep.engine.kv_transfer`."""
+
+    @property
+    def keys(self) -> tuple[BlockKey, ...]:
+        """All contents that the session needs."""
+        return tuple([BlockKey(self.environment, each) for each in (*self.hashes, *self.others)])
 
 
 class SessionRecords:
@@ -137,14 +144,14 @@ class SessionRecords:
 
     def _count(self, name: str, record: SessionRecord) -> None:
         self._records[name] = record
-        self._num_references.update(BlockKey(record.environment, each) for each in record.hashes)
+        self._num_references.update(record.keys)
 
     def _remove(self, name: str) -> tuple[BlockKey, ...]:
         """Remove a session. Returns the blocks that no other session needs."""
         record = self._records.pop(name, None)
         if record is None:
             return ()
-        keys = [BlockKey(record.environment, each) for each in record.hashes]
+        keys = record.keys
         self._num_references.subtract(keys)
         alone = tuple(key for key in keys if not self._num_references[key])
         for key in alone:

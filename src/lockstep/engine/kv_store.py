@@ -147,9 +147,15 @@ class KVStore:
             keys = [BlockKey(environment, each) for each in hashes]
             self._put(object(), partial(self._save, keys, content, class_, wake))
 
-    def load(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> ChainLoad:
-        """Begin to read a chain, up to the first block that is not available."""
-        load = ChainLoad(environment, hashes, num_bytes, wake, self.options.max_ahead_bytes)
+    def load(
+        self, environment: bytes, hashes: Sequence[bytes], sizes: Sequence[int], wake: Callable[[], None]
+    ) -> ChainLoad:
+        """Begin to read a chain, up to the first content that is not available.
+
+        Args:
+            sizes: size of each content in bytes.
+        """
+        load = ChainLoad(environment, hashes, sizes, wake, self.options.max_ahead_bytes)
         with self._changed:
             if self._is_closing:
                 load.cancel()
@@ -303,7 +309,7 @@ class KVStore:
 
     def _read_next(self, load: ChainLoad) -> None:
         key = BlockKey(load.environment, load.hashes[load.num_read])
-        found = self.tiers.read(key, load.num_bytes)
+        found = self.tiers.read(key, load.sizes[load.num_read])
         if found is None:
             load.is_over = True
         else:

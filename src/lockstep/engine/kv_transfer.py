@@ -7,11 +7,15 @@ is then added to the scheduler like any other. Between two steps, a limited numb
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, islice, takewhile
+from typing import NamedTuple
 
+from lockstep.core.groups import contents_of_chain, contents_to_continue
+from lockstep.core.prefix import HASH_BYTES
 from lockstep.core.scheduler import Scheduler
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.kv_check import KVCheck
@@ -28,15 +32,39 @@ MAX_LOADS = 2
 device."""
 
 
+class _Content(NamedTuple):
+    """A column of a KV group."""
+
+    block_hash: bytes
+    group: int
+
+    @property
+    def key(self) -> bytes:
+        """Name in the store: the hash, for groups after the first one BLAKE2b-128 of the hash and the group's
+        number."""
+        if not self.group:
+            return self.block_hash
+        return hashlib.blake2b(self.block_hash + bytes((self.group,)), digest_size=HASH_BYTES).digest()
+
+
+class _Found(NamedTuple):
+    """Contents in the store with which a prompt can continue."""
+
+    chain: tuple[bytes, ...]
+    """Hashes of the prompt's blocks up to the last one that it can use."""
+    missing: tuple[tuple[int, int], ...]
+    """Contents that come from the store, as pairs of KV group and index in the chain."""
+
+    def contents(self) -> list[_Content]:
+        return [_Content(self.chain[place], group) for group, place in self.missing]
+
+
 @dataclass(slots=True, eq=False)
 class _PendingLoad:
     """A request that waits for its blocks."""
 
     live: LiveRequest
-    chain: tuple[bytes, ...]
-    """Hashes of the prompt's blocks up to the last one in the store."""
-    start: int
-    """Index of the first block that comes from the store."""
+    found: _Found
     load: ChainLoad
 
 
@@ -56,8 +84,8 @@ class KVTransfer:
         self._scheduler = scheduler
         self._executor = model.executor
         self._wake = wake
-        self._unsaved: OrderedDict[bytes, None] = OrderedDict()
-        """Blocks to be saved, at most as many as the pool holds, since only blocks on the device are saved."""
+        self._unsaved: OrderedDict[_Content, None] = OrderedDict()
+        """Contents to be saved, at most as many as the pool holds, since only blocks on the device are saved."""
         self._waiting: deque[LiveRequest] = deque()
         self._pending_loads: list[_PendingLoad] = []
         self._unknown_sessions = store.num_unknown_sessions(self.environment)
@@ -134,108 +162,153 @@ class KVTransfer:
         check = self._check.next(not (ready or self.num_waiting), now_s)
         return ready if check is None else [*ready, check]
 
-    def _find(self, live: LiveRequest) -> tuple[tuple[bytes, ...], int] | None:
-        """The known chain of a prompt, and the index of its first block in the store; None: it has none there."""
+    def _find(self, live: LiveRequest) -> _Found | None:
+        """What the store has of a prompt; None: nothing that the device does not have."""
         request = live.core_request
         config = self._scheduler.config
         if not (request.reads_cache and config.enable_prefix_caching and request.block_hashes):
             return None
         usable = request.block_hashes[: config.usable_blocks(request.num_prompt_tokens)]
         start = self._num_cached(usable)
-        count = self.store.find(self.environment, usable[start:])
-        return (usable[: start + count], start) if count else None
+        end = start + self.store.find(self.environment, usable[start:])
+        for count in range(end, 0, -1):
+            others = self._missing_others(usable, count)
+            if others is not None:
+                missing = (*[(0, place) for place in range(start, count)], *others)
+                return _Found(usable[:count], missing) if missing else None
+        return None
+
+    def _missing_others(self, hashes: Sequence[bytes], count: int) -> list[tuple[int, int]] | None:
+        """Contents of other groups that are not on the device and with which a prompt can continue after this many
+        blocks; None: they are not stored either."""
+        config, missing = self._scheduler.config, []
+        for group, columns in contents_to_continue(config.groups, count, config.block_size):
+            for place in columns:
+                if self._scheduler.cached_blocks([hashes[place]], group)[0]:
+                    continue
+                if not self.store.has(self.environment, _Content(hashes[place], group).key):
+                    return None
+                missing.append((group, place))
+        return missing
 
     def _begin(self, live: LiveRequest, ready: list[LiveRequest]) -> None:
         found = self._find(live)  # other requests may have loaded the blocks meanwhile
         if found is None:
             ready.append(live)
             return
-        chain, start = found
-        num_bytes = self._executor.geometry.bytes_per_block
-        load = self.store.load(self.environment, chain[start:], num_bytes, self._wake)
-        self._pending_loads.append(_PendingLoad(live, chain, start, load))
+        groups = self._scheduler.config.groups
+        sizes = [groups[group].num_parts * self._executor.geometry.bytes_per_block for group, _ in found.missing]
+        keys = [each.key for each in found.contents()]
+        load = self.store.load(self.environment, keys, sizes, self._wake)
+        self._pending_loads.append(_PendingLoad(live, found, load))
 
     def _load_blocks(self, each: _PendingLoad, budget: int) -> int:
         """Assign device blocks to loaded contents and write them. Returns the number of bytes that were moved."""
-        load = each.load
-        first = each.start + load.num_taken
+        load, found = each.load, each.found
+        first = load.num_taken
         contents = load.take(budget)
         if not contents:
             return 0
         self.store.continue_loading()
-        if first == 0:
+        if found.missing[first] == (0, 0):
             self._check.count_loaded(each.live, contents[0])
-        given = self._scheduler.fill(each.chain[: first + len(contents)], first)
-        for place, block in given:
-            self._executor.write_blocks([block], contents[place - first][None])
-        end = first + len(contents)
-        if self._num_cached(each.chain[:end]) < end:
-            load.cancel()  # no room on the device, so the rest is computed
+        taken = zip(found.missing[first : first + len(contents)], contents, strict=True)
+        for group, parts in groupby(taken, key=lambda each: each[0][0]):
+            by_place = {place: content for (_, place), content in parts}
+            chain = found.chain[: max(by_place) + 1]
+            for place, blocks in self._scheduler.fill(chain, min(by_place), group):
+                self._executor.write_blocks(blocks, by_place[place].reshape(len(blocks), -1))
+            if not all(self._scheduler.cached_blocks([chain[place] for place in by_place], group)):
+                load.cancel()  # no room on the device, so the rest is computed
         return sum(content.nbytes for content in contents)
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
-    def keep(self, owner: str, session_id: str, hashes: tuple[bytes, ...]) -> None:
-        """Queue a session's blocks to be copied to the store."""
+    def keep(self, owner: str, session_id: str, hashes: tuple[bytes, ...], borders: tuple[int, ...]) -> None:
+        """Queue a session's contents to be copied to the store.
+
+        Args:
+            borders: numbers of blocks after which the session may continue.
+        """
         if not self.store.tiers:
             return
-        self.store.remember(SessionRecord(owner, session_id, self.environment, hashes, self.store.system.unix_time_s()))
-        self._unsaved.update(dict.fromkeys(self._missing(hashes)))
+        contents = self._contents(hashes, borders)
+        others = tuple([each.key for each in contents if each.group])
+        time_s = self.store.system.unix_time_s()
+        self.store.remember(SessionRecord(owner, session_id, self.environment, hashes, time_s, others))
+        self._unsaved.update(dict.fromkeys(self._missing(contents)))
         while len(self._unsaved) > self._scheduler.config.num_blocks:
             self._unsaved.popitem(last=False)  # no longer on the device
         if not self.store.can_save:
             self.store.call_when_ready(self._wake)
 
-    def keep_now(self, hashes: Sequence[bytes]) -> int:
+    def keep_now(self, hashes: Sequence[bytes], borders: Sequence[int]) -> int:
         """Copy contents that are about to leave the device, as far as the store can take them now. Almost all were
         already copied after their request. Returns how many blocks at the start of the chain are stored."""
         if not self.store.tiers:
             return 0
-        missing = self._missing(hashes)
+        missing = self._missing(self._contents(hashes, borders))
         for each in missing:
             self._unsaved.pop(each, None)
-        kept: set[bytes] = set()
-        size = self._num_at_once
-        for first in range(0, len(missing), size):
-            if not self.store.can_save:
-                break
-            kept |= self._copy(missing[first : first + size])
-        lost = set(missing) - kept
-        return sum(1 for _ in takewhile(lambda each: each not in lost, hashes))
+        kept: set[_Content] = set()
+        while missing and self.store.can_save:
+            some, missing = self._split(missing)
+            kept |= self._copy(some)
+        stored = (_Content(each, 0) in kept or self.store.has(self.environment, each) for each in hashes)
+        return sum(1 for _ in takewhile(bool, stored))
 
     def end(self, owner: str, session_id: str) -> None:
         """Remove a session, and the blocks that no other session needs."""
         self.store.end(session_id, owner)
 
-    def _missing(self, hashes: Iterable[bytes]) -> list[bytes]:
-        return [each for each in hashes if not self.store.has(self.environment, each)]
+    def _contents(self, hashes: Sequence[bytes], borders: Sequence[int]) -> list[_Content]:
+        config = self._scheduler.config
+        return [_Content(*each) for each in contents_of_chain(config.groups, hashes, borders, config.block_size)]
 
-    @property
-    def _num_at_once(self) -> int:
-        """Number of blocks that are moved between two steps."""
-        return max(1, MAX_MOVED_BYTES // self._executor.geometry.bytes_per_block)
+    def _missing(self, contents: Iterable[_Content]) -> list[_Content]:
+        return [each for each in contents if not self.store.has(self.environment, each.key)]
+
+    def _split(self, contents: Sequence[_Content]) -> tuple[list[_Content], list[_Content]]:
+        """The first contents, at least one, as many as are moved between two steps; and the rest."""
+        groups, count, num_bytes = self._scheduler.config.groups, 0, 0
+        for each in contents:
+            num_bytes += groups[each.group].num_parts * self._executor.geometry.bytes_per_block
+            if count and num_bytes > MAX_MOVED_BYTES:
+                break
+            count += 1
+        return list(contents[:count]), list(contents[count:])
 
     def _save(self) -> None:
         if self._unsaved and self.store.can_save:
-            size = min(self._num_at_once, len(self._unsaved))
-            oldest = [self._unsaved.popitem(last=False)[0] for _ in range(size)]
-            self._copy([each for each in oldest if self.store.is_needed(self.environment, each)])
+            oldest, _ = self._split(list(islice(self._unsaved, self._num_at_once)))
+            for each in oldest:
+                del self._unsaved[each]
+            self._copy([each for each in oldest if self.store.is_needed(self.environment, each.key)])
         if self._unsaved and not self.store.can_save:
             self.store.call_when_ready(self._wake)
 
-    def _copy(self, hashes: Sequence[bytes]) -> set[bytes]:
+    @property
+    def _num_at_once(self) -> int:
+        """Maximum number of blocks that are moved between two steps."""
+        return max(1, MAX_MOVED_BYTES // self._executor.geometry.bytes_per_block)
+
+    def _copy(self, contents: Sequence[_Content]) -> set[_Content]:
         """Copy those of the contents that are on the device. Returns them."""
-        found = zip(hashes, self._scheduler.cached_blocks(hashes), strict=True)
-        pairs = [(each, block) for each, block in found if block is not None]
-        if pairs:
-            content = self._executor.read_blocks([block for _, block in pairs])
-            class_ = self.store.class_of(self.environment)
-            self.store.save(self.environment, [each for each, _ in pairs], content, class_, self._wake)
-        return {each for each, _ in pairs}
+        copied: set[_Content] = set()
+        class_ = self.store.class_of(self.environment)
+        for group, some in groupby(contents, key=lambda each: each.group):
+            these = list(some)
+            found = self._scheduler.cached_blocks([each.block_hash for each in these], group)
+            pairs = [(each, blocks) for each, blocks in zip(these, found, strict=True) if blocks]
+            if pairs:
+                content = self._executor.read_blocks([block for _, blocks in pairs for block in blocks])
+                keys = [each.key for each, _ in pairs]
+                self.store.save(self.environment, keys, content.reshape(len(pairs), -1), class_, self._wake)
+                copied.update(each for each, _ in pairs)
+        return copied
 
     def _num_cached(self, hashes: Sequence[bytes]) -> int:
-        blocks = self._scheduler.cached_blocks(hashes)
-        return sum(1 for _ in takewhile(lambda block: block is not None, blocks))
+        return sum(1 for _ in takewhile(bool, self._scheduler.cached_blocks(hashes)))
 
 
 def environment_of(model: LoadedModel) -> bytes:

@@ -19,13 +19,14 @@ import numpy.typing as npt
 from lockstep.artifacts.task import Pooling
 from lockstep.engine.engine import Engine, Observer, OutputStream
 from lockstep.engine.generation import Sink
+from lockstep.engine.input_processing import with_input_name
 from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
-from lockstep.engine.scoring import cosine, cut, no_scores, pair_score
-from lockstep.errors import ConfigError, RequestFailedError, UsageError
+from lockstep.engine.scoring import cut, score_requests, scores_of
+from lockstep.errors import ConfigError, InvalidParameterError, RequestError, RequestFailedError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -127,17 +128,20 @@ class LLM:
                 model takes; None: a text that is too long is refused.
 
         Raises:
-            InvalidParameterError: the vectors have fewer dimensions, or the model has no such prompt.
-            PromptTooLongError: a text is too long for the model.
+            InvalidParameterError: there is no text, the vectors have fewer dimensions, or the model has no such prompt.
+            PromptTooLongError: a text is too long for the model. `param` names it.
         """
         batch: Any = [prompts] if _is_one_prompt(prompts) else prompts
+        if not batch:
+            raise InvalidParameterError("prompts is empty; at least one is needed", param="prompts")
         calls = [
             GenerationRequest(
                 prompt, pooling=pooling, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens
             )
             for prompt in batch
         ]
-        return cut(np.stack([_vector(output) for output in self._run(calls)]), dimensions, normalize)
+        names = ["prompts"] if batch[0] is prompts else [f"prompts[{index}]" for index in range(len(calls))]
+        return cut(np.stack([_vector(output) for output in self._run(calls, names)]), dimensions, normalize)
 
     def score(
         self,
@@ -147,7 +151,8 @@ class LLM:
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
-        """Score how relevant each document is to a query: 0 to 1, or the cosine of an embedding model.
+        """Score how relevant each document is to a query: 0 to 1, or the cosine of an embedding model, whose prompts
+        ``query`` and ``document`` are put before the texts.
 
         Args:
             instruction: what relevance means, for a reranker that reads one; None: its default.
@@ -156,22 +161,12 @@ class LLM:
 
         Raises:
             InvalidParameterError: the model gives no scores, or takes no instruction.
-            PromptTooLongError: a query and a document are too long for the model.
+            PromptTooLongError: a query and a document are too long for the model. `param` names the document.
         """
-        model = self.model
-        scoring = model.scoring
-        if scoring is None:
-            raise no_scores(model.name)
-        if scoring == "cosine":
-            first, *others = self.embed([query, *documents], truncate_prompt_tokens=truncate_prompt_tokens)
-            return [cosine(first, other) for other in others]
-        calls = [
-            GenerationRequest(
-                query, document=document, instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens
-            )
-            for document in documents
-        ]
-        return [pair_score(scoring, _vector(output)) for output in self._run(calls)]
+        scoring = self.model.scoring
+        calls = score_requests(self.model.name, scoring, query, documents, instruction, truncate_prompt_tokens)
+        outputs = self._run([call for _, call in calls], [name for name, _ in calls])
+        return scores_of(scoring, [_vector(output) for output in outputs])
 
     def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:
         """Yield the output of each step. Leaving the loop, or an interrupt in it, aborts the request.
@@ -192,21 +187,24 @@ class LLM:
             raise
         task.result()
 
-    def _run(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+    def _run(self, requests: Sequence[GenerationRequest], names: Sequence[str] = ()) -> list[RequestOutput]:
+        """Run requests to their ends. Errors about the prompt of one with a name have its name."""
         outputs: dict[int, RequestOutput] = {}
 
         def collect(output: TokenOutput) -> None:
             if output.request is not None:
                 outputs[output.request_id] = output.request
 
-        ids = self._task_thread.run(lambda task: self._serve(requests, collect, task))
+        ids = self._task_thread.run(lambda task: self._serve(requests, collect, task, names))
         for request_id in ids:
             error = outputs[request_id].error
             if error is not None:
                 raise error
         return [outputs[request_id] for request_id in ids]
 
-    def _serve(self, requests: Sequence[GenerationRequest], sink: Sink, task: Task[list[int]]) -> list[int]:
+    def _serve(
+        self, requests: Sequence[GenerationRequest], sink: Sink, task: Task[list[int]], names: Sequence[str] = ()
+    ) -> list[int]:
         """Process requests, as many at once as the queue accepts, and return their ids. Runs on the model's thread."""
         engine, waiting, ids = self.engine, deque(requests), list[int]()
         try:
@@ -214,7 +212,11 @@ class LLM:
                 room = engine.num_free_places
                 while waiting and (room >= waiting[0].params.n or not engine.has_work):
                     room -= waiting[0].params.n
-                    ids.append(engine.submit(waiting.popleft(), sink))
+                    try:
+                        ids.append(engine.submit(waiting.popleft(), sink))
+                    except RequestError as error:
+                        at = len(ids)
+                        raise with_input_name(error, names[at], requests[at].prompt) if names else error from None
                 engine.step()
         finally:  # stopped, or a prompt was invalid: queued requests must not run with the next call
             for request_id in ids:

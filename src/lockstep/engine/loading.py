@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import EmbeddingConfig, TokenizerParts
 from lockstep.artifacts.task import Task
-from lockstep.core.policy import SchedulerConfig
+from lockstep.core.policy import SchedulerConfig, positions_that_fit
 from lockstep.engine.options import LoadOptions, Progress, plan_config
 from lockstep.engine.scoring import Scoring, scoring_of
 from lockstep.engine.tokenizer import Tokenizer
@@ -64,10 +64,14 @@ class LoadedModel:
         return scoring_of(self.task, self.executor.geometry.num_stages)
 
     def text_limit(self, config: SchedulerConfig) -> int:
-        """Maximum tokens of prompt and output together."""
-        limit = self.executor.geometry.text_limit(config.max_model_len)
+        """Maximum tokens of prompt and output together; without text as the answer, of what the pool holds at once."""
+        geometry = self.executor.geometry
+        limit = geometry.text_limit(config.max_model_len)
+        if self.task == "generate":
+            return limit
+        limit = min(limit, geometry.text_limit(positions_that_fit(config)))
         longest = self.embedding.max_tokens
-        return limit if longest is None or self.task == "generate" else min(limit, longest + 1)
+        return limit if longest is None else min(limit, longest + 1)
 
     def close(self) -> None:
         self.executor.close()
@@ -102,11 +106,15 @@ def load_model(
 
 def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple[LoadedModel, SchedulerConfig]:
     report("open", 0.0)
+    from lockstep.artifacts.embedding import check_encoder_task
     from lockstep.artifacts.source import open_artifact
     from lockstep.executors.native.executor import load_executor
 
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
+    task = options.task or artifact.task
+    if artifact.config.bidirectional:
+        check_encoder_task(artifact.config, task)
     tokenizer = load_tokenizer(artifact.load_tokenizer(), options)
     own = replace(options.executor, cache_dir=cache_dir)
     executor = load_executor(artifact, own, report, tokenizer.separator_id)
@@ -126,7 +134,7 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
         grammars=_grammars(tokenizer, executor),
         sampling_defaults=artifact.sampling_defaults,
         weights_bytes=executor.geometry.weights_bytes,
-        task=options.task or artifact.task,
+        task=task,
         embedding=artifact.embedding or EmbeddingConfig(),
     )
     return loaded, config

@@ -168,14 +168,20 @@ class EngineMetrics:
         return {name: histogram.snapshot() for name, histogram in self._histograms.items()}
 
 
-def cache_config_labels(config: SchedulerConfig) -> Mapping[str, str]:
-    """Settings of the KV cache, under vLLM's names where it has one."""
+def cache_config_labels(config: SchedulerConfig, num_stages: int, max_model_len: int) -> Mapping[str, str]:
+    """Settings of the KV cache, or of the pool of an encoder's activations, under vLLM's names where it has one.
+
+    Args:
+        config: limits in positions.
+        num_stages: positions of each token, see `Geometry`. The block size is in tokens.
+        max_model_len: context length in tokens; without text as the answer, the length of the longest text.
+    """
     facts = {
-        "block_size": config.block_size,
+        "block_size": config.block_size // num_stages,
         "num_gpu_blocks": config.num_blocks,
         "num_cpu_blocks": config.num_host_blocks,
         "enable_prefix_caching": config.enable_prefix_caching,
-        "max_model_len": config.max_model_len,
+        "max_model_len": max_model_len,
         "preemption": config.preemption,
     }
     return {name: str(value) for name, value in facts.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lockstep.artifacts.task import Task
+from lockstep.core.groups import ONE_GROUP, KVGroup
 from lockstep.core.policy import Order, SchedulerConfig, SchedulerLimits, least_batched_tokens
 from lockstep.errors import ConfigError
 from lockstep.executors.options import ExecutorOptions
@@ -94,6 +95,7 @@ class EngineOptions(SchedulerLimits):
         max_model_len: int,
         num_stages: int = 1,
         step_positions: int | None = None,
+        groups: tuple[KVGroup, ...] = ONE_GROUP,
     ) -> SchedulerConfig:
         """The scheduler's configuration with the sizes chosen at load.
 
@@ -121,6 +123,7 @@ class EngineOptions(SchedulerLimits):
             num_host_blocks=num_host_blocks,
             max_model_len=max_model_len,
             max_num_batched_tokens=min(batched, MOST),
+            groups=groups,
             order=self.order or "fcfs",
             **limits,
         )
@@ -196,7 +199,7 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
     block_tokens = geometry.block_size // geometry.num_stages
     if options.block_size not in (None, block_tokens):
         raise ConfigError(f"block_size is {options.block_size}; this executor has blocks of {block_tokens} tokens")
-    blocks_of_longest = -(-max_model_len // geometry.block_size)
+    blocks_of_longest = _most_blocks(geometry, max_model_len)
     blocks_of_all = blocks_of_longest * options.max_num_seqs
     if geometry.num_stages > 1:
         blocks_of_typical = NUM_TYPICAL_TEXTS * -(-TYPICAL_TEXT_TOKENS // block_tokens)
@@ -226,14 +229,32 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
             f"on the host), but only {size(available_bytes)} of memory are free once the model is loaded; lower "
             "kv_cache_memory_bytes, num_blocks, host_kv_memory_bytes or num_host_blocks, or omit them"
         )
-    return options.config(
+    config = options.config(
         block_size=geometry.block_size,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         max_model_len=max_model_len,
         num_stages=geometry.num_stages,
         step_positions=geometry.step_positions,
+        groups=geometry.groups,
     )
+    if config.most_positions() < 1:
+        raise ConfigError(
+            f"the KV pool would hold {num_blocks} blocks of {geometry.bytes_per_block} bytes; one sequence needs "
+            f"{1 + config.other_blocks(1)} for its first token; raise kv_cache_memory_bytes or num_blocks"
+        )
+    return config
+
+
+def _most_blocks(geometry: Geometry, num_positions: int) -> int:
+    """Maximum number of blocks that one sequence can use, including snapshots of its states."""
+    num_blocks = 0
+    for group in geometry.groups:
+        columns = -(-num_positions // geometry.block_size)
+        if group.is_state:
+            columns = 2 + num_positions // group.snapshot_interval
+        num_blocks += columns * group.num_parts
+    return num_blocks
 
 
 def check_model_len(given: int, declared: int) -> None:

@@ -36,6 +36,8 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 Prompt = str | Sequence[int] | Conversation
+TextRole = Literal["query", "document"]
+"""Role of a text in a score by an embedding model, and name of the model's prompt for it."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,9 +74,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of first tokens that are read of the document, or of the text of an embedding request; None: all."""
     instruction: str | None = None
     """What relevance means, for a model that scores documents by an answer; None: its default."""
+    num_lasting_tokens: int = 0
+    """Number of first prompt tokens with which the next turn of the conversation will begin as well; 0: unknown."""
     prompt_name: str | None = None
     """Name of one of the model's prompts, which is put before the text of an embedding request; empty: no prompt;
     None: the model's default prompt."""
+    text_role: TextRole | None = None
+    """Role of the text of an embedding request in a score, which replaces ``prompt_name``: the model's prompt of this
+    name is put before the text, and no prompt if the model has none of this name. None: ``prompt_name`` holds."""
     shown_specials: tuple[str, ...] = ()
     """Special tokens whose text is part of the answer, e.g. those of tool calls. Other special tokens are skipped."""
     prompt_logprobs: int | None = None

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -44,6 +45,62 @@ def no_scores(name: str) -> InvalidParameterError:
         "reranker, the task 'rerank' in the manifest or by --task)",
         param="model",
     )
+
+
+def score_requests(
+    name: str,
+    scoring: Scoring | None,
+    query: str,
+    documents: Sequence[str],
+    instruction: str | None = None,
+    truncate_prompt_tokens: int | None = None,
+) -> list[tuple[str, GenerationRequest]]:
+    """Requests whose vectors `scores_of` takes, each with the name of its text: of an embedding model, the query and
+    each document; otherwise each pair.
+
+    Args:
+        name: name of the model, for errors.
+        scoring: how it scores pairs.
+
+    Raises:
+        InvalidParameterError: the model gives no scores or takes no instruction, a text is blank, or the documents are
+            one text.
+    """
+    if scoring is None:
+        raise no_scores(name)
+    if isinstance(documents, str):
+        raise InvalidParameterError("documents is one text; it must be a list of texts", param="documents")
+    named = [(f"documents[{index}]", document) for index, document in enumerate(documents)]
+    for where, text in (("query", query), *named):
+        check_not_blank(text, where)
+    first = GenerationRequest(query, instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens)
+    if scoring != "cosine":
+        return [(where, replace(first, document=document)) for where, document in named]
+    if instruction is not None:
+        raise no_instruction(name)
+    first = replace(first, pooling="model", text_role="query")
+    others = [(where, replace(first, prompt=document, text_role="document")) for where, document in named]
+    return [("query", first), *others]
+
+
+def scores_of(scoring: Scoring | None, vectors: Sequence[npt.NDArray[np.float32]]) -> list[float]:
+    """Scores of the documents, by the vectors of their `score_requests`."""
+    if scoring == "cosine":
+        query, *documents = vectors
+        return [cosine(query, document) for document in documents]
+    assert scoring is not None, "the requests were made for a model that gives scores"
+    return [pair_score(scoring, vector) for vector in vectors]
+
+
+def check_not_blank(text: str, name: str) -> None:
+    """InvalidParameterError, with the text's name, if a text to score is empty or has only spaces."""
+    if not text.strip():
+        raise InvalidParameterError(f"{name}: the text is {'blank' if text else 'empty'}", param=name)
+
+
+def no_instruction(name: str) -> InvalidParameterError:
+    """The error for an instruction to a model that reads none."""
+    return InvalidParameterError(f"model {name!r} takes no instruction", param="instruction")
 
 
 def check_task(request: GenerationRequest, name: str, task: Task) -> None:
@@ -89,7 +146,7 @@ def pair_request(
         call = replace(call, document=document, max_document_tokens=None)
     if scoring == "classifier":
         if call.instruction is not None:
-            raise InvalidParameterError(f"model {name!r} takes no instruction", param="instruction")
+            raise no_instruction(name)
         return replace(call, pooling="score")
     messages = _pair_messages(query, document, call.instruction, tokenizer)
     conversation = Conversation(messages, {"enable_thinking": False}, reasoning="off")

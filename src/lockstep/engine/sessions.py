@@ -86,6 +86,8 @@ class _Session:
     num_busy: int = 0
     hashes: tuple[bytes, ...] = ()
     """Hashes of the blocks that are pinned for it."""
+    borders: tuple[int, ...] = ()
+    """Numbers of these blocks after which it may continue; see `Scheduler.pin`."""
     is_ended: bool = False
     """True if it is removed, and keeps no blocks, when its last request ends."""
 
@@ -176,7 +178,7 @@ class EngineSessions:
         session.num_busy -= 1
         self._use(session, now_s)
         if not session.is_ended and live.first_token_s is not None:
-            self._keep(session, live.kept_hashes)
+            self._keep(session, live.kept_hashes, live.borders(self._scheduler.config.block_size))
         elif session.is_ended and not session.num_busy:
             self._forget(session, "ended")
 
@@ -258,20 +260,21 @@ class EngineSessions:
         session.last_used_s = now_s
         self._sessions.move_to_end(session.key)
 
-    def _keep(self, session: _Session, hashes: tuple[bytes, ...]) -> None:
+    def _keep(self, session: _Session, hashes: tuple[bytes, ...], borders: tuple[int, ...]) -> None:
         """Pin the new blocks before the old ones are unpinned, so that shared blocks always have a pin."""
-        self._scheduler.pin(hashes)
+        self._scheduler.pin(hashes, borders)
         self._unpin(session)
-        session.hashes = hashes
+        session.hashes, session.borders = hashes, borders
         if self.kv is not None:
-            self.kv.keep(*session.key, hashes)
+            self.kv.keep(*session.key, hashes, borders)
         num_blocks = self._num_blocks(session)
         num_tokens = num_blocks * self._scheduler.config.block_size
         self._notify(SessionChange(*session.key, "kept", num_blocks, num_tokens))
 
     def _unpin(self, session: _Session) -> int:
         hashes, session.hashes = session.hashes, ()
-        return len(self._scheduler.sweep(hashes))
+        borders, session.borders = session.borders, ()
+        return len(self._scheduler.sweep(hashes, borders))
 
     def _forget(self, session: _Session, reason: SweepReason) -> int:
         del self._sessions[session.key]
@@ -290,7 +293,7 @@ class EngineSessions:
         if reason == "ended":
             self.kv.end(*session.key)
             return 0
-        return self.kv.keep_now(session.hashes)
+        return self.kv.keep_now(session.hashes, session.borders)
 
     def _forget_all(self, sessions: list[_Session], reason: SweepReason) -> SweepResult:
         return SweepResult(len(sessions), sum(self._forget(session, reason) for session in sessions))
@@ -303,7 +306,7 @@ class EngineSessions:
 
     def _num_blocks(self, session: _Session) -> int:
         found = self._scheduler.cached_blocks(session.hashes)
-        return sum(1 for _ in takewhile(lambda block: block is not None, found))
+        return sum(1 for _ in takewhile(bool, found))
 
     def _report(self, session: _Session, now_s: float) -> SessionReport:
         num_blocks = self._num_blocks(session)

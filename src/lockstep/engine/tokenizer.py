@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.detokenizer import TokenBytes, decoder_rules
+from lockstep.engine.generation_prompt import GenerationPrompts
 from lockstep.engine.output_rules import Reasoning, tags_of_template
 from lockstep.engine.special_token_guard import SpecialTokenGuard
 from lockstep.engine.token_reach import TokenReach
@@ -27,6 +28,10 @@ _TAIL_TOKENS = 32
 blanks after it."""
 _LONG_CHARS = 4_096
 """Number of characters above which a text is tokenised with a call that releases the interpreter lock."""
+
+
+Texts = Literal["text", "pair"]
+"""Texts of one vector or one score, for messages."""
 
 
 class Tokenizer:
@@ -48,6 +53,7 @@ class Tokenizer:
         """Bytes of each token; None: the decoder works only on whole token lists."""
         self._template: ChatTemplate | None = None
         self._guard: SpecialTokenGuard | None = None
+        self.generation_prompts = GenerationPrompts(self)
 
     @property
     def has_chat_template(self) -> bool:
@@ -108,19 +114,22 @@ class Tokenizer:
             encode=lambda text: self.encode_plain([text])[0],
         )
 
-    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None, kind: Texts | None = None
+    ) -> list[int]:
         """Tokenise a text and recognise special tokens in it. Do not use this for untrusted text.
 
         Args:
             add_special_tokens: add the tokens with which the artifact begins and ends a text, usually BOS.
             most: maximum number of tokens; None: no limit.
+            kind: see `check_length`.
 
         Raises:
             InvalidParameterError: the text contains half of a character.
             PromptTooLongError: there are more than ``most`` tokens. If the text's length suffices to show this, the
                 text is not tokenised.
         """
-        return self._ids(self._tokenizer, text, add_special_tokens, most)
+        return self._ids(self._tokenizer, text, add_special_tokens, most, kind)
 
     @cached_property
     def separator_id(self) -> int | None:
@@ -167,8 +176,9 @@ class Tokenizer:
             PromptTooLongError: there are more than ``most`` tokens.
         """
         texts = [text] if second is None else [text, second]
+        kind: Texts = "text" if second is None else "pair"
         if num_kept is None:
-            self.check_length(texts, most)
+            self.check_length(texts, most, kind)
         encodings = [self._encoding(self._plain, each, add_special_tokens=False) for each in texts]
         lengths = [len(each) for each in encodings]
         if 0 in lengths:
@@ -185,7 +195,7 @@ class Tokenizer:
             for encoding, length in zip(encodings, lengths, strict=True):
                 encoding.truncate(length)
         elif sum(lengths) + num_special > most:
-            raise too_many_tokens(sum(lengths) + num_special, most)
+            raise too_many_tokens(sum(lengths) + num_special, most, kind)
         first, *others = encodings
         ids: list[int] = self._tokenizer.post_process(first, others[0] if others else None).ids
         return ids
@@ -212,14 +222,19 @@ class Tokenizer:
         """Tokenise texts without special tokens: one that is written in a text is treated as ordinary characters."""
         return [self._ids(self._plain, text, add_special_tokens=False) for text in texts]
 
-    def check_length(self, texts: Sequence[str], most: int) -> None:
+    def check_length(self, texts: Sequence[str], most: int, kind: Texts | None = None) -> None:
         """Check that the texts are not certain to exceed a number of tokens, judging by their length alone.
+
+        Args:
+            kind: kind of the texts, for the message, if they are to be embedded or scored; None: a prompt.
 
         Raises:
             PromptTooLongError: the texts have more than ``most`` tokens, whatever they contain.
         """
         num_chars = sum(map(len, texts))
         if num_chars > max(most, _LONG_CHARS) and self._reach.exceeds(texts, most):
+            if kind is not None:
+                raise _text_too_long(f"{num_chars} characters, but the model takes {most} tokens", kind)
             raise PromptTooLongError(
                 f"the prompt has {num_chars} characters, but the context holds {most + 1} tokens "
                 "(prompt and output), too few for a prompt of this length",
@@ -235,12 +250,19 @@ class Tokenizer:
     def _reach(self) -> TokenReach:
         return TokenReach(self._tokenizer)
 
-    def _ids(self, library: Library, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
+    def _ids(
+        self,
+        library: Library,
+        text: str,
+        add_special_tokens: bool,
+        most: int | None = None,
+        kind: Texts | None = None,
+    ) -> list[int]:
         if most is not None and len(text) > _LONG_CHARS:
-            self.check_length([text], most)
+            self.check_length([text], most, kind)
         encoding = self._encoding(library, text, add_special_tokens)
         if most is not None and len(encoding) > most:
-            raise too_many_tokens(len(encoding), most)
+            raise too_many_tokens(len(encoding), most, kind)
         ids: list[int] = encoding.ids
         return ids
 
@@ -303,8 +325,10 @@ class Tokenizer:
         template_kwargs: Mapping[str, object] | None = None,
         now: datetime | None = None,
         most: int | None = None,
+        kind: Texts | None = None,
     ) -> list[int]:
-        """Render and tokenise the prompt. Arguments and errors are those of `render_chat`, ``most`` that of `encode`.
+        """Render and tokenise the prompt. Arguments and errors are those of `render_chat`; ``most`` and ``kind`` are
+        those of `encode`.
 
         Special tokens come only from the template; in a message they are ordinary characters. If no message contains
         one, the tokens are those of the rendered text.
@@ -319,12 +343,12 @@ class Tokenizer:
         assert self._guard is not None
         context = template.context(messages, add_generation_prompt and not continue_final, template_kwargs)
         if most is not None:  # checked before the template is rendered in vain
-            self.check_length([str(message["content"]) for message in context["messages"]], most)  # type: ignore[attr-defined]  # checked messages
+            self.check_length([str(message["content"]) for message in context["messages"]], most, kind)  # type: ignore[attr-defined]  # checked messages
         text, private = self._guard.render(context, now, continue_final=continue_final)
         if most is not None:
-            self.check_length([text], most)
+            self.check_length([text], most, kind)
         if private is None:
-            return self.encode(text, add_special_tokens=False, most=most)
+            return self.encode(text, add_special_tokens=False, most=most, kind=kind)
         ids: list[int] = []
         for part in self._guard.split(text, private):
             ids += [part] if isinstance(part, int) else self._first_plain(part, self._guard)
@@ -398,11 +422,21 @@ def _cut_longest(lengths: list[int], room: int) -> list[int]:
     return [shorter, room - shorter] if first <= second else [room - shorter, shorter]
 
 
-def too_many_tokens(num_tokens: int, most: int) -> PromptTooLongError:
-    """The error for a prompt whose tokens were counted."""
+def too_many_tokens(num_tokens: int, most: int, texts: Texts | None = None) -> PromptTooLongError:
+    """The error for a prompt, or for texts to embed or score, whose tokens were counted."""
+    if texts is not None:
+        return _text_too_long(f"{num_tokens} tokens, but the model takes {most}", texts)
     return PromptTooLongError(
         f"the prompt has {num_tokens} tokens, but the context holds {most + 1} (prompt and output); at most {most} "
         "are possible",
+        param="prompt",
+    )
+
+
+def _text_too_long(excess: str, texts: Texts) -> PromptTooLongError:
+    have, it = ("the text has", "it") if texts == "text" else ("query and document together have", "them")
+    return PromptTooLongError(
+        f"{have} {excess}; shorten {it}, or cut {it} with truncate_prompt_tokens (-1: to what the model takes)",
         param="prompt",
     )
 

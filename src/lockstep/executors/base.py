@@ -180,4 +180,6 @@ def kv_environment(environment: Mapping[str, str], geometry: Geometry, fingerpri
         fingerprint: fingerprint of the artifact's content.
     """
     layout = {"kv_layout": f"{geometry.num_layers} {geometry.block_size} {geometry.bytes_per_block}"}
+    if len(geometry.groups) > 1:
+        layout["kv_groups"] = " ".join([f"{group.num_parts}/{group.window}" for group in geometry.groups])
     return bytes.fromhex(environment_digest({**environment, **layout, "artifact": fingerprint}))

@@ -6,6 +6,7 @@ If there are several signals, causes come before their consequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,18 @@ from lockstep.release.traffic_parts import Cut, TrafficPart, cuts_of, part_of_ev
 from lockstep.release.verdict import ALL, Decision, Signal, Triage
 
 
+class Group(IntEnum):
+    """Group of a kind of signal. Findings of equal severity are investigated in the order of the groups."""
+
+    EVIDENCE = 0
+    """Makes all other signals unreliable until it is fixed."""
+    TIMES = 1
+    """Answers are late, or memory is short."""
+    OTHERS = 2
+    TOO_LITTLE = 3
+    """There is too little evidence; more traffic may be all that it needs."""
+
+
 class Kind(NamedTuple):
     """One kind of signal."""
 
@@ -35,6 +48,7 @@ class Kind(NamedTuple):
     events: Callable[[Evidence], tuple[Bools, Bools]] | None = None
     """Function that returns the pairs that could show the signal, and those that do; None: the signal is shown by the
     growth of its metric, or by no pair."""
+    group: Group = Group.OTHERS
 
 
 KINDS: Mapping[str, Kind] = {
@@ -63,30 +77,68 @@ KINDS: Mapping[str, Kind] = {
         causes.of_errors,
         lambda it: (np.ones(len(it.pairs), np.bool_), it.pairs.ok[0] & ~it.pairs.ok[1]),
     ),
-    "outputs-policy": Kind("release", "set outputs in the policy to exact, numeric, agreement(FIELD) or ignore"),
+    "outputs-policy": Kind(
+        "release",
+        "set outputs in the policy to exact, numeric, agreement(FIELD) or ignore",
+        group=Group.EVIDENCE,
+    ),
     "no-output-evidence": Kind(
         "mirroring",
         "record token ids of answers on both sides, for recordings with one --trace-key for both servers; or set "
         "outputs: ignore in the policy",
         causes.of_comparable,
+        group=Group.TOO_LITTLE,
     ),
-    "kv-pressure": Kind("capacity", "compare KV pool sizes, context limits and prefix caching", causes.of_pressure),
-    "decode": Kind("executor", "compare step times at equal batch sizes", lambda _, __: Cause("decode", "")),
-    "ttft": Kind("scheduling", "compare prefill budget, chunking and prefix-cache hits", causes.of_first_token),
+    "kv-pressure": Kind(
+        "capacity",
+        "compare KV pool sizes, context limits and prefix caching",
+        causes.of_pressure,
+        group=Group.TIMES,
+    ),
+    "decode": Kind(
+        "executor",
+        "compare step times at equal batch sizes",
+        lambda _, __: Cause("decode", ""),
+        group=Group.TIMES,
+    ),
+    "ttft": Kind(
+        "scheduling",
+        "compare prefill budget, chunking and prefix-cache hits",
+        causes.of_first_token,
+        group=Group.TIMES,
+    ),
     "latency": Kind(
         "scheduling",
         "compare queue depth and time to the first token; replay the load on both settings",
         causes.of_latency,
+        group=Group.TIMES,
     ),
-    "latency-tail": Kind("scheduling", "find out what ran at the same time as the slowest pairs", causes.of_latency),
+    "latency-tail": Kind(
+        "scheduling",
+        "find out what ran at the same time as the slowest pairs",
+        causes.of_latency,
+        group=Group.TIMES,
+    ),
     "output-length": Kind(
         "model or kernels", "compare max_tokens, stop sequences, end tokens and templates of both sides"
     ),
     "unsound-baseline": Kind(
-        "mirroring", "find out what else differs between two runs of the baseline, and repeat both with another --aa"
+        "mirroring",
+        "find out what else differs between two runs of the baseline, and repeat both with another --aa",
+        group=Group.EVIDENCE,
     ),
-    "missing-pairs": Kind("mirroring", "find out why one side lost requests: slow answers time out", causes.of_join),
-    "missing-join": Kind("mirroring", "send the same x-request-id to both sides", causes.of_join),
+    "missing-pairs": Kind(
+        "mirroring",
+        "find out why one side lost requests: slow answers time out",
+        causes.of_join,
+        group=Group.EVIDENCE,
+    ),
+    "missing-join": Kind(
+        "mirroring",
+        "send the same x-request-id to both sides",
+        causes.of_join,
+        group=Group.EVIDENCE,
+    ),
     "missing-output": Kind(
         "mirroring",
         "keep token ids, text or vector of each answer, on both sides",
@@ -121,12 +173,16 @@ KINDS: Mapping[str, Kind] = {
         "cannot be had is left out by min_metric_rate: 0 or required_series: []",
     ),
     "missing-times": Kind("mirroring", "write the time of arrival (ts) of each request, on one side at least"),
-    "too-few-pairs": Kind("mirroring", "mirror more traffic, or for longer", causes.of_join),
-    "no-evidence-yet": Kind("mirroring", "mirror more traffic, or for longer"),
+    "too-few-pairs": Kind("mirroring", "mirror more traffic, or for longer", causes.of_join, group=Group.TOO_LITTLE),
+    "no-evidence-yet": Kind("mirroring", "mirror more traffic, or for longer", group=Group.TOO_LITTLE),
     "non-stationary": Kind(
         "mirroring", "plot latency of both sides over time; mirror for several times as long as one change takes"
     ),
-    "undecided": Kind("mirroring", "mirror more traffic, or for longer; or widen the bound that is too narrow"),
+    "undecided": Kind(
+        "mirroring",
+        "mirror more traffic, or for longer; or widen the bound that is too narrow",
+        group=Group.TOO_LITTLE,
+    ),
 }
 """Kinds of signals by name, in the order of investigation: causes before their consequences."""
 RANKS = {name: rank for rank, name in enumerate(KINDS)}
@@ -180,11 +236,8 @@ def _part_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut
 
 # -- order of findings ------------------------------------------------------------------------------------------------
 
-_EVIDENCE_FIRST = ("outputs-policy", "unsound-baseline", "missing-pairs", "missing-join")
-"""Signals that make all others unreliable until they are fixed."""
 _MAKES_LATE = (causes.SMALLER_POOL, "unlike-prompts", "truncated", "longer-answers", "doubled-tokens", "dropped-tokens")
 """Causes that also change times, for example because answers have fewer tokens."""
-_SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")
 
 
 def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
@@ -206,20 +259,25 @@ def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
 def _severity(finding: Finding, findings: Iterable[Finding]) -> int:
     """Rank of a finding's response. A cause of late answers has at least the rank of the late answers."""
     is_cause = finding.cause.name in _MAKES_LATE
-    shown = [each for each in findings if each == finding or (is_cause and each.signal.name in _SYMPTOMS)]
+    shown = [each for each in findings if each == finding or (is_cause and _group(each) is Group.TIMES)]
     return min(each.signal.response.rank for each in shown)
 
 
-def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[int, int, bool, int]:
-    name = finding.signal.name
-    is_all = finding.signal.segment == ALL
-    if name in _EVIDENCE_FIRST:
-        return 0, _EVIDENCE_FIRST.index(name), not is_all, place
-    if name in _SYMPTOMS:
-        return 1, leading.index(name), not is_all, place
-    if finding.cause.name in _MAKES_LATE:
-        return 0, len(_EVIDENCE_FIRST), not is_all, place
-    return 2 if not name.startswith(("too-", "no-", "undecided")) else 3, 0, not is_all, place
+def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[Group, int, bool, int]:
+    """Rank of a finding among those of its severity: by group, then by the order in the group."""
+    name, group = finding.signal.name, _group(finding)
+    within = 0
+    if group is Group.EVIDENCE:
+        within = RANKS[name]
+    elif group is Group.TIMES:
+        within = leading.index(name)
+    elif finding.cause.name in _MAKES_LATE:  # before the times that it explains
+        group, within = Group.EVIDENCE, len(RANKS)
+    return group, within, finding.signal.segment != ALL, place
+
+
+def _group(finding: Finding) -> Group:
+    return KINDS[finding.signal.name].group
 
 
 # -- items ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ from itertools import product
 from math import prod
 from typing import Any
 
+import msgspec
+
+from lockstep.core.groups import KVGroup
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
 from lockstep.errors import UsageError
@@ -34,7 +37,8 @@ DEFAULT_NUM_SEQS = 256
 DEFAULT_STEP_TOKENS = 8192
 UNBOUNDED = 1 << 40
 """Bounds of the waiting queue: more than any trace has."""
-_TYPES = option_types(SchedulerConfig)
+_TYPES = {name: type_ for name, type_ in option_types(SchedulerConfig).items() if name != "groups"}
+"""Types of the fields that a user may set. The KV groups are those of the recorded model."""
 _DEFAULTS = {field.name: field.default for field in fields(SchedulerConfig) if field.default is not MISSING}
 
 
@@ -67,7 +71,10 @@ def config_for(workload: Workload, overrides: Mapping[str, str] | None = None) -
         ConfigError: values that are invalid together.
     """
     values: dict[str, Any] = {}
-    for name, value in workload.config.items():
+    recorded = dict(workload.config)
+    if (groups := recorded.pop("groups", None)) is not None:
+        values["groups"] = _groups(workload.name, groups)
+    for name, value in recorded.items():
         check_field(name, f"{workload.name}: its config has an unknown scheduler field")
         if not _TYPES[name].fits(value):
             raise UsageError(f"{workload.name}: config: {name} is {value!r}; it must be {_TYPES[name].right(value)}")
@@ -88,6 +95,16 @@ def config_for(workload: Workload, overrides: Mapping[str, str] | None = None) -
     if "order" not in values and _has_priorities(workload):
         values["order"] = "priority"
     return SchedulerConfig(**values)
+
+
+def _groups(name: str, given: object) -> tuple[KVGroup, ...]:
+    try:
+        groups = msgspec.convert(given, tuple[KVGroup, ...])
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{name}: config: groups is {given!r}, not a list of KV groups: {error}") from None
+    if not groups:
+        raise UsageError(f"{name}: config: groups is empty; a model has at least one KV group")
+    return groups
 
 
 def order_note(workload: Workload, overrides: Mapping[str, str] | None = None) -> str:

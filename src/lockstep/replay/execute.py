@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from lockstep.artifacts.source import open_artifact
 from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.groups import ContentKey, content_key, contents_of_chain
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
@@ -104,11 +105,11 @@ class _Listener:
     def answer_named(self, seq_id: int, hashes: Sequence[bytes], step: int, in_step: bool) -> None:
         self.answers[seq_id] = hashes
 
-    def pinned(self, hashes: Sequence[bytes], step: int) -> None: ...
+    def pinned(self, hashes: Sequence[bytes], borders: Sequence[int], step: int) -> None: ...
 
-    def unpinned(self, hashes: Sequence[bytes], step: int) -> None: ...
+    def unpinned(self, hashes: Sequence[bytes], borders: Sequence[int], step: int) -> None: ...
 
-    def filled(self, hashes: Sequence[bytes], start: int, step: int) -> None: ...
+    def filled(self, hashes: Sequence[bytes], start: int, group: int, step: int) -> None: ...
 
     def cache_reset(self, step: int) -> None: ...
 
@@ -151,7 +152,8 @@ class _Engine:
         """Contents of the blocks of answers by sequence, until their hashes are known."""
         self._hashes: dict[int, bytes] = {}
         """Block hashes by recorded content id."""
-        self._retained: dict[bytes, Blocks] = {}
+        self._num_retained_bytes = 0
+        self._retained: dict[ContentKey, Blocks] = {}
         """Contents of blocks that a session may need again, by hash."""
         self._vectors: dict[int, bytes] = {}
         """Recorded vectors by sequence, until its last step is computed."""
@@ -182,7 +184,7 @@ class _Engine:
                 self._learn_answers()
                 apply_to_cache(self._engine.scheduler, command, self._hashes.__getitem__)
                 if isinstance(command, Pinned):
-                    self._retain([self._hashes[content] for content in command.contents])
+                    self._retain([self._hashes[content] for content in command.contents], command.borders)
             case DecidedStep():
                 self._compute(event)
 
@@ -223,22 +225,27 @@ class _Engine:
             self._hashes.update(zip(contents, hashes, strict=True))
         self._named.clear()
 
-    def _retain(self, hashes: Sequence[bytes]) -> None:
-        """Copy the blocks that a session may need again, as the server did."""
-        executor = self._engine.model.executor
-        for block_hash, block in zip(hashes, self._engine.scheduler.cached_blocks(hashes), strict=True):
-            if block is not None and len(self._retained) * executor.geometry.bytes_per_block < MAX_RETAINED_BYTES:
-                self._retained.setdefault(block_hash, executor.read_blocks([block]))
+    def _retain(self, hashes: Sequence[bytes], borders: Sequence[int]) -> None:
+        """Copy the contents that a session may need again, as the server did."""
+        executor, scheduler = self._engine.model.executor, self._engine.scheduler
+        config = scheduler.config
+        for block_hash, group in contents_of_chain(config.groups, hashes, borders, config.block_size):
+            [blocks] = scheduler.cached_blocks([block_hash], group)
+            key = content_key(block_hash, group)
+            if blocks and key not in self._retained and self._num_retained_bytes < MAX_RETAINED_BYTES:
+                self._retained[key] = executor.read_blocks(blocks)
+                self._num_retained_bytes += self._retained[key].nbytes
 
     def _fill(self, filled: Filled) -> None:
         hashes = [self._hashes[content] for content in filled.contents if content in self._hashes]
-        if len(hashes) < len(filled.contents) or any(each not in self._retained for each in hashes[filled.start :]):
+        keys = [content_key(each, filled.group) for each in hashes]
+        if len(keys) < len(filled.contents) or any(each not in self._retained for each in keys[filled.start :]):
             raise TraceError(
                 f"before step {filled.step:,} the recording loads KV of an earlier run, or more than the "
                 f"{MAX_RETAINED_BYTES >> 30} GiB that are retained here; use --verify instead"
             )
-        for place, block in self._engine.scheduler.fill(hashes, filled.start):
-            self._engine.model.executor.write_blocks([block], self._retained[hashes[place]])
+        for place, blocks in self._engine.scheduler.fill(hashes, filled.start, filled.group):
+            self._engine.model.executor.write_blocks(blocks, self._retained[keys[place]])
 
     def _compute(self, step: DecidedStep) -> None:
         self._step = step.plan.step

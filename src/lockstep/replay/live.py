@@ -112,6 +112,8 @@ def workload_of_sequences(
     partial = 1 + max((max(each.added.contents, default=0) for each in served), default=0)
     requests = tuple(_request(each, first_ps, engine, partial + index) for index, each in enumerate(served))
     config = asdict(engine.config)
+    if len(engine.config.groups) == 1:
+        del config["groups"]
     return Workload(name, requests, ArrivalUnit.PS, engine.config.block_size, config, notes)
 
 

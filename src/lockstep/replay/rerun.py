@@ -10,13 +10,13 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from lockstep.core.fingerprint import Fingerprint, chained
+from lockstep.core.fingerprint import Fingerprint, chained, row_tables, split_tables
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import FinishedSequence
 from lockstep.core.state import STATE_VERSION, FingerprintState, SchedulerState
-from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
+from lockstep.core.step import Chunk, Explain, StepEvents, StepPlan, StepResult
 from lockstep.errors import LockstepError, TraceError
 from lockstep.replay.verify_report import DivergedError
 from lockstep.worker.flight.entries import (
@@ -95,11 +95,11 @@ def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[in
     """
     match command:
         case Pinned():
-            scheduler.pin([hash_of(content) for content in command.contents])
+            scheduler.pin([hash_of(content) for content in command.contents], command.borders)
         case Unpinned():
-            scheduler.sweep([hash_of(content) for content in command.contents])
+            scheduler.sweep([hash_of(content) for content in command.contents], command.borders)
         case Filled():
-            scheduler.fill([hash_of(content) for content in command.contents], command.start)
+            scheduler.fill([hash_of(content) for content in command.contents], command.start, command.group)
         case CacheReset():
             scheduler.reset_prefix_cache()
 
@@ -237,7 +237,7 @@ class EngineRerun:
         try:
             decision = decode_record(record)
             if not self._is_open:
-                first = decision.plan(self._next_step, seen.step_before, seen.ended_before)
+                first = decision.plan(self._next_step, seen.step_before, seen.ended_before, len(self.config.groups))
         except ValueError as error:
             self._damaged(damage or str(error), None)
         if damage:
@@ -331,7 +331,11 @@ def _states_of(entry: Checkpoint) -> tuple[SchedulerState, FingerprintState]:
 def _repeat_of(plan: StepPlan) -> StepPlan:
     starts = tuple([start + 1 for start in plan.starts])
     count = len(starts)
-    return StepPlan(plan.step + 1, (), (), (), (), plan.seq_ids, starts, (1,) * count, plan.tables, (True,) * count)
+    lengths, samples = (1,) * count, (True,) * count
+    return StepPlan(
+        plan.step + 1, (), (), (), (), plan.seq_ids, starts, lengths, plan.tables, samples,
+        other_tables=plan.other_tables,
+    )  # fmt: skip
 
 
 def _result(plan: StepPlan, num_tokens: dict[int, int], ends: dict[int, FinishReason]) -> StepResult:
@@ -379,19 +383,26 @@ class StepRecord(NamedTuple):
     ends: dict[int, FinishReason]
     repeats: int
 
-    def plan(self, step: int, before: StepPlan | None, ended: Collection[int]) -> StepPlan:
+    def plan(self, step: int, before: StepPlan | None, ended: Collection[int], num_groups: int = 1) -> StepPlan:
         """Plan of the record's first step.
 
         Args:
             before: plan of the previous step; None after a failed one.
             ended: sequences that ended with the previous step.
+            num_groups: number of the engine's KV groups.
 
         Raises:
             ValueError: no valid plan follows.
         """
         rows = {row.position: row for row in self.rows}
         left = {*ended, *self.gone, *(row.seq_id for row in self.rows)}
-        known = {} if before is None else {chunk.seq_id: chunk for chunk in before.chunks()}
+        known: dict[int, Chunk] = {}
+        if before is not None:
+            tables_before = row_tables(before)
+            known = {
+                chunk.seq_id: chunk._replace(table=table)
+                for chunk, table in zip(before.chunks(), tables_before, strict=True)
+            }
         going_on = [chunk for chunk in known.values() if chunk.seq_id not in left]
         following = iter(going_on)
         columns: list[tuple[int, int, int, tuple[int, ...], bool]] = []
@@ -410,7 +421,8 @@ class StepRecord(NamedTuple):
         ids, starts, lengths, tables, samples = zip(*columns, strict=True) if columns else ((),) * 5
         moves = self.evicted, self.swap_out, self.swap_in, self.copies
         changes = self.admitted, self.resumed, self.preempted
-        return StepPlan(step, *moves, ids, starts, lengths, tables, samples, *changes)
+        firsts, others = split_tables(tables, num_groups)
+        return StepPlan(step, *moves, ids, starts, lengths, firsts, samples, *changes, other_tables=others)
 
 
 def decode_record(record: bytes) -> StepRecord:

@@ -335,7 +335,7 @@ def _body(name: str, card: ModelCard) -> ModelBody:
         created=card.created_s,
         root=card.root,
         parent=card.parent,
-        max_model_len=card.max_model_len,
+        max_model_len=card.shown_max_model_len,
         tier=card.tier,
         task=card.task,
     )

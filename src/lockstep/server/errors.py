@@ -200,14 +200,19 @@ def exception_http_error(error: HTTPException, method: str, path: str, allowed: 
 
 
 def validation_http_error(errors: Sequence[Mapping[str, Any]]) -> HttpError:
-    """Convert the first validation error, with the path of its field."""
+    """Convert the first validation error, with the path of its field. A missing parameter may have been sent under
+    another name, so the first unknown one is named with it."""
     error = errors[0]
     if error["type"] == "json_invalid":
         place = error["loc"][-1]
         message = f"The body is not valid JSON at character {place}: {error['ctx']['error']}."
         return HttpError(400, message, code="invalid_json")
     param = field_path(error["loc"])
-    return HttpError(400, _fault(param, error), param, "invalid_parameter")
+    message = _fault(param, error)
+    unknown = next((each for each in errors if each["type"] == "extra_forbidden"), None)
+    if error["type"] == "missing" and unknown is not None:
+        message = f"{message.removesuffix('.')}; {_fault(field_path(unknown['loc']), unknown)}"
+    return HttpError(400, message, param, "invalid_parameter")
 
 
 def field_path(loc: Sequence[int | str]) -> str | None:

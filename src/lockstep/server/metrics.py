@@ -44,7 +44,7 @@ METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 HELP: Mapping[str, str] = {
     "num_requests_running": "Number of running requests.",
     "num_requests_waiting": "Number of requests that wait for their first step or to be resumed.",
-    "kv_cache_usage_perc": "Fraction of KV blocks in use, 0 to 1.",
+    "kv_cache_usage_perc": "Fraction of KV blocks in use, 0 to 1; an encoder's blocks hold activations.",
     "prompt_tokens": "Prompt tokens, computed or cached.",
     "prompt_tokens_cached": "Prompt tokens that came from the prefix cache.",
     "generation_tokens": "Tokens generated.",
@@ -62,7 +62,7 @@ HELP: Mapping[str, str] = {
     "request_decode_time_seconds": "Time from the first token to the last token.",
     "iteration_tokens_total": "Prompt and generated tokens per step.",
     "num_requests_waiting_by_reason": "Number of requests that wait for memory or for the next step, by reason.",
-    "cache_config_info": "Settings of the KV cache.",
+    "cache_config_info": "Settings of the KV cache, or of the pool of an encoder's activations; lengths in tokens.",
     "prompt_tokens_by_source": "Prompt tokens by the source of their KV.",
     "request_success": "Finished sequences by reason.",
     "admission_rejections": "Requests rejected because the queue was full.",

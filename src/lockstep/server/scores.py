@@ -1,7 +1,7 @@
 """Scores of texts: serves `POST /v1/rerank` in the form of Jina and Cohere, and `POST /v1/score` in that of vLLM.
 
-A reranker scores each pair with one engine call. With an embedding model, each text is embedded once, and a score is
-the cosine of two vectors.
+A reranker scores each pair with one engine call. With an embedding model, each text is embedded once in each
+role, and a score is the cosine of two vectors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from starlette.responses import Response
 
 from lockstep.cluster.cluster import Cluster
 from lockstep.engine.outputs import RequestOutput
-from lockstep.engine.scoring import cosine, no_scores, pair_score
+from lockstep.engine.request import TextRole
+from lockstep.engine.scoring import check_not_blank, cosine, no_instruction, no_scores, pair_score
 from lockstep.errors import InvalidParameterError
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.dialect import RerankErrorBody
@@ -220,7 +221,9 @@ async def _scored(
     card = cluster.card(body.model)
     if card.task in (None, "generate"):
         raise no_scores(card.name)
-    _check_not_empty(pairs)
+    for pair in pairs:
+        check_not_blank(pair.query, pair.query_name)
+        check_not_blank(pair.document, pair.document_name)
     if card.task == "embed":
         return await _cosines(request, body, pairs, max_document_tokens)
     _, outputs = await vector_outputs(
@@ -250,32 +253,26 @@ async def _cosines(
     request: Request, body: ScoringBody, pairs: Sequence[Pair], max_document_tokens: int | None
 ) -> tuple[list[float], Sequence[RequestOutput]]:
     if body.instruction is not None:
-        raise InvalidParameterError("an embedding model takes no instruction", param="instruction")
-    names: dict[tuple[str, int | None], str] = {}
-    """Name of each text in the request, by the text and the number of its tokens that are read."""
+        raise no_instruction(serving_of(request).cluster.card(body.model).name)
+    names: dict[tuple[TextRole, str], str] = {}
+    """Name of each text in the request, by its role and the text."""
     for pair in pairs:
-        names.setdefault((pair.query, None), pair.query_name)
-        names.setdefault((pair.document, max_document_tokens), pair.document_name)
+        names.setdefault(("query", pair.query), pair.query_name)
+        names.setdefault(("document", pair.document), pair.document_name)
 
     def calls(caller: Caller) -> Calls:
         made = []
-        for (text, most), name in names.items():
+        for (role, text), name in names.items():
             call = vector_call(caller, text, body.model, body.truncate_prompt_tokens)
-            made.append((name, replace(call, pooling="model", max_document_tokens=most)))
+            most = max_document_tokens if role == "document" else None
+            made.append((name, replace(call, pooling="model", text_role=role, max_document_tokens=most)))
         return made
 
     _, outputs = await vector_outputs(request, body.model, body.user, calls)
     vectors = {key: vector_of(output) for key, output in zip(names, outputs, strict=True)}
-    pairs_of_vectors = [(vectors[pair.query, None], vectors[pair.document, max_document_tokens]) for pair in pairs]
+    pairs_of_vectors = [(vectors["query", pair.query], vectors["document", pair.document]) for pair in pairs]
     found = await asyncio.to_thread(lambda: [cosine(*each) for each in pairs_of_vectors])
     return found, outputs
-
-
-def _check_not_empty(pairs: Sequence[Pair]) -> None:
-    for pair in pairs:
-        for text, name in ((pair.query, pair.query_name), (pair.document, pair.document_name)):
-            if not text.strip():
-                raise InvalidParameterError(f"{name}: the text is {'blank' if text else 'empty'}", param=name)
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> ScoreUsage:

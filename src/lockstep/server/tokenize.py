@@ -81,7 +81,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         strings = [tokenizer.decode((token,), skip_special_tokens=False) for token in tokens if body.return_token_strs]
         response = TokenizeResponse(
             count=len(tokens),
-            max_model_len=card.max_model_len,
+            max_model_len=card.shown_max_model_len,
             tokens=tokens,
             token_strs=strings if body.return_token_strs else None,
         )

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from starlette.requests import Request
 
 from lockstep.cluster.cluster import Cluster
+from lockstep.engine.input_processing import with_input_name
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import RequestError, RequestFailedError
@@ -100,14 +101,6 @@ def vector_of(output: RequestOutput) -> npt.NDArray[np.float32]:
 def num_prompt_tokens(outputs: Sequence[RequestOutput]) -> int:
     """Number of tokens of all texts together."""
     return sum(len(output.prompt_token_ids) for output in outputs)
-
-
-def with_input_name(error: RequestError, where: str, prompt: Prompt) -> RequestError:
-    """Add the input's path to an error about its prompt. Other errors concern the whole request and are unchanged."""
-    if error.param == "prompt":
-        text = "the text is empty" if prompt == "" else str(error)
-        error.args, error.param = (f"{where}: {text}",), where
-    return error
 
 
 async def _answer(cluster: Cluster, call: GenerationRequest, progress: CallProgress) -> RequestOutput:

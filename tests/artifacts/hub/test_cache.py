@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.artifacts.gguf import open_gguf, read_task
 from lockstep.artifacts.hub.cache import CachedRepo, cached_models, find_cached, plan_removal, remove_leftovers
 from lockstep.artifacts.hub.download import pull
 from lockstep.artifacts.hub.source import HubSource, parse_hub_source
 from lockstep.errors import ArtifactNotFoundError
 from tests.artifacts.hub.stand_in import Repo, StandIn
+from tools.random_encoders import ENCODERS, write_encoder_gguf
 from tools.random_models import write_gguf, write_huggingface
 
 
@@ -46,6 +48,29 @@ def test_cached_models_are_listed_by_their_source_names(filled: StandIn) -> None
     assert {model.revision for model in models} == {"main", models[-1].commit[:12]}
     for model in models:
         assert find_cached(parse_hub_source(model.source)) is not None
+
+
+def test_cached_models_have_the_task_of_their_files(hub: StandIn, tmp_path: Path) -> None:
+    decoder = write_gguf(tmp_path / "t.gguf", "tiny-llama", "Q8_0")
+    embedder = write_encoder_gguf(
+        tmp_path / "e.gguf", ENCODERS["bert"], extra=lambda writer: writer.add_uint32("bert.pooling_type", 1)
+    )
+    reranker = write_encoder_gguf(tmp_path / "r.gguf", ENCODERS["xlm-roberta-classifier"])
+    content = decoder.read_bytes()
+    files = {
+        "decoder.gguf": (content, "generate"),
+        "embedder.gguf": (embedder.read_bytes(), "embed"),
+        "reranker.gguf": (reranker.read_bytes(), "rerank"),
+        "damaged.gguf": (content[:1_000], None),
+        "unsupported.gguf": (content.replace(b"llama", b"mamba"), None),
+    }
+    hub.repos["acme/q"] = Repo({name: data for name, (data, _) in files.items()})
+    for name in files:
+        pull(HubSource("acme/q", file=name), silent)
+    assert {model.source: model.task for model in cached_models()} == {
+        f"hf://acme/q#{name}": task for name, (_, task) in files.items()
+    }
+    assert read_task(decoder) == open_gguf(decoder, str(decoder), tmp_path / "cache").task
 
 
 def test_removing_a_repository_leaves_nothing_of_it(filled: StandIn) -> None:

@@ -149,6 +149,54 @@ def one_call(number: int) -> dict[str, Any]:
     return {**HISTORY[2], "tool_calls": [calling(number)]}
 
 
+THOUGHTS: list[dict[str, Any]] = [
+    {"role": "user", "content": "One and one?"},
+    {"role": "assistant", "content": "Two.", "reasoning_content": "An earlier thought."},
+    {"role": "user", "content": "And the weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [calling(0)], "reasoning_content": "A later thought."},
+    {"role": "tool", "tool_call_id": "call00000", "content": "It rains."},
+]
+
+
+@pytest.mark.parametrize(("thinks", "is_open"), [(None, True), (True, True), (False, False)])
+def test_answers_of_qwen35_begin_inside_their_reasoning_unless_it_is_disabled(
+    thinks: bool | None, is_open: bool
+) -> None:
+    tokenizer = real("Qwen3.5-4B")
+    kwargs = {} if thinks is None else {"enable_thinking": thinks}
+    reasoning = tokenizer.reasoning_after(tokenizer.encode_chat(THOUGHTS[:1], template_kwargs=kwargs))
+    assert reasoning is not None
+    assert (reasoning.tags.begin, reasoning.is_open) == ("<think>", is_open)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-4B", "LFM2.5-8B-A1B"])
+def test_reasoning_is_shown_within_a_turn_and_dropped_after_it(name: str) -> None:
+    tool_use = tool_use_of(real(name), [TOOL], None, True)
+    text = prompt(real(name), tool_use, THOUGHTS)
+    assert "A later thought." in text
+    assert "An earlier thought." not in text
+    assert "later" not in prompt(real(name), tool_use, [*THOUGHTS, {"role": "user", "content": "Thanks!"}])
+
+
+def test_lfm25_keeps_the_thoughts_in_its_last_answer_only() -> None:
+    messages = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "<think>First.</think>Yes."},
+        {"role": "user", "content": "Two?"},
+        {"role": "assistant", "content": "<think>Second.</think>No."},
+        {"role": "user", "content": "Three?"},
+    ]
+    text = real("LFM2.5-Instruct").render_chat(messages)
+    assert "First." not in text
+    assert "<think>Second.</think>No." in text
+    kept = real("LFM2.5-Instruct").render_chat(messages, template_kwargs={"keep_past_thinking": True})
+    assert "First." in kept
+    ids = real("LFM2.5-Instruct").encode_chat(messages)
+    reasoning = real("LFM2.5-Instruct").reasoning_after(ids)
+    assert reasoning is not None
+    assert not reasoning.is_open
+
+
 def test_smollm3_calls_tools_in_python_with_the_python_tools_variable() -> None:
     tokenizer = real("HuggingFaceTB-SmolLM3-3B-original")
     tool_use = tool_use_of(tokenizer, [TOOL], None, True, {"python_tools": True})

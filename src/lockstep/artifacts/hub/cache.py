@@ -64,7 +64,7 @@ class CachedModel:
     last_used_s: float
     """Time of the last access in seconds since the epoch, as recorded by the file system."""
     task: Task | None = None
-    """What the model is for; None: a GGUF file, whose header is not read for a list."""
+    """Task of the model; None: a GGUF file that is damaged or not supported."""
 
 
 def cache_directory() -> Path:
@@ -181,7 +181,7 @@ def _served(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> Iterator[Cach
     main = DEFAULT_REVISION in revision.refs
     names = ", ".join(sorted(revision.refs)) or revision.commit_hash[:_SHORT_COMMIT]
     source = HubSource(repo.repo_id, DEFAULT_REVISION if main else min(revision.refs, default=revision.commit_hash))
-    task = _task_of(revision.snapshot_path) if _is_whole(revision.snapshot_path) else None
+    task = _directory_task(revision.snapshot_path) if _is_whole(revision.snapshot_path) else None
     if task is not None:
         used = max((file.blob_last_accessed for file in revision.files), default=0.0)
         size = sum(file.size_on_disk for file in revision.files if not file.file_name.endswith(".gguf"))
@@ -196,6 +196,7 @@ def _served(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> Iterator[Cach
                 "gguf",
                 file.size_on_disk,
                 file.blob_last_accessed,
+                _gguf_task(file.file_path),
             )
 
 
@@ -203,8 +204,18 @@ def _name_in(revision: CachedRevisionInfo, path: Path) -> str:
     return path.relative_to(revision.snapshot_path).as_posix()
 
 
-def _task_of(snapshot: Path) -> Task | None:
-    """Task of a model; None: its configuration is not supported. The weights are not checked."""
+def _gguf_task(file: Path) -> Task | None:
+    """Task of a GGUF file; None: it is damaged or not supported. Only the header is read."""
+    from lockstep.artifacts.gguf import read_task
+
+    try:
+        return read_task(file)
+    except ArtifactError:
+        return None
+
+
+def _directory_task(snapshot: Path) -> Task | None:
+    """Task of a directory; None: its configuration is not supported. The weights are not checked."""
     from lockstep.artifacts.embedding import read_sentence_transformers, task_of
     from lockstep.artifacts.huggingface_config import read_config
     from lockstep.artifacts.metadata import read_json

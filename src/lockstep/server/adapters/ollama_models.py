@@ -17,7 +17,7 @@ from lockstep.cluster.base import ModelCard
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.engine.output_rules import tags_of_template
-from lockstep.errors import InvalidParameterError, ModelNotFoundError
+from lockstep.errors import InvalidParameterError, ModelNotFoundError, PromptTooLongError
 from lockstep.server.adapters.ollama import ERRORS, NS, served_name
 from lockstep.server.adapters.ollama_body import LATEST, KeepAlive, OllamaOptions
 from lockstep.server.body import LongBodyRoute
@@ -179,8 +179,8 @@ async def ollama_show(body: NamedModelBody, request: Request) -> Response:
     details = _details()
     template = card.tokenizer.chat_template or ""
     info: dict[str, Any] = {"general.architecture": details["family"], "general.basename": card.name}
-    if card.max_model_len is not None:
-        info[f"{details['family']}.context_length"] = card.max_model_len
+    if card.shown_max_model_len is not None:
+        info[f"{details['family']}.context_length"] = card.shown_max_model_len
     shown: OllamaShown = {
         "modelfile": f"# Served by Lockstep from its own source; there is no Modelfile.\nFROM {card.name}\n",
         "parameters": "",
@@ -273,7 +273,11 @@ async def _vectors(request: Request, inputs: Sequence[str], name: str, **more: A
     if not inputs:
         return [], 0
     body = EmbeddingBody.model_validate({"input": inputs, "model": name, **more})
-    answer = await embedded(body, request)
+    try:
+        answer = await embedded(body, request)
+    except PromptTooLongError as error:
+        text, _, _ = str(error).partition(";")  # what follows names a parameter of another API
+        raise PromptTooLongError(f"{text}; shorten it, or leave truncate out", param=error.param) from None
     return [each["embedding"] for each in answer["data"]], answer["usage"]["prompt_tokens"]  # type: ignore[misc]  # floats, as base64 is not requested
 
 
@@ -331,7 +335,7 @@ def _capabilities(card: ModelCard) -> list[str]:
 
 def _running(card: ModelCard, snapshots: Mapping[str, ModelSnapshot]) -> OllamaRunningModel:
     listed = _listed(card.name, card, snapshots)
-    more = {"expires_at": NEVER, "size_vram": 0, "context_length": card.max_model_len or 0}
+    more = {"expires_at": NEVER, "size_vram": 0, "context_length": card.shown_max_model_len or 0}
     return {**listed, **more}  # type: ignore[typeddict-item]  # the additional members
 
 

@@ -32,6 +32,8 @@ _READS_MESSAGE_TOOLS = re.compile(r"""message(?:\[['"]tools['"]\]|\.tools\b)""")
 _SYSTEM = "You are a helpful assistant with some tools."
 """Default system message if the functions are part of the system message; from phi-4-mini's model card."""
 
+_WHOLE_MESSAGES = "{{ messages }}"
+"""Part of a template that passes the conversation on, as that of a remote model does."""
 _PYTHON_WORDS: Mapping[str, str] = {"true": "True", "false": "False", "null": "None"}
 
 
@@ -46,6 +48,8 @@ class TemplateTools:
     """True if the system message has the functions, as text in a separate member."""
     writes_calls: bool = True
     """False: the template renders the content of an assistant message but not its calls."""
+    passes_messages: bool = False
+    """True: the messages go to another server, in the form of OpenAI's API in which they came."""
 
     @property
     def supports_tools(self) -> bool:
@@ -62,6 +66,8 @@ class TemplateTools:
 
     def rewrites(self, roles: Set[object], tools: Sequence[Shown]) -> bool:
         """True if `rewritten` changes a conversation with these roles."""
+        if self.passes_messages:
+            return False
         names_results, moves_calls = "tool" in roles, "assistant" in roles and not self.writes_calls
         return names_results or moves_calls or (self.is_in_message and bool(tools))
 
@@ -91,7 +97,7 @@ def template_tools_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] |
     variable = next((name for name in ("tools", "xml_tools") if name in variables), "")
     is_in_message = not variable and _READS_MESSAGE_TOOLS.search(source) is not None
     form = format_of(source, bool(variable) or is_in_message)
-    return TemplateTools(form, variable, is_in_message, writes_calls)
+    return TemplateTools(form, variable, is_in_message, writes_calls, _WHOLE_MESSAGES in source)
 
 
 def with_result_names(messages: Sequence[CheckedMessage]) -> list[CheckedMessage]:

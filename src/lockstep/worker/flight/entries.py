@@ -27,7 +27,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import CreditRow
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 SUFFIX = ".lstrace"
 """Suffix of the names of recording files."""
 MARK_BYTES = 4
@@ -159,6 +159,7 @@ class Added(EntryStruct, _WithContents, frozen=True, tag=6):
             reads_cache=request.reads_cache,
             allows_forced=request.allows_forced,
             sibling_of=request.sibling_of,
+            snapshots=request.snapshots,
             is_bulk=request.is_bulk,
         )
         return cls(engine, step, seq_id, bare, tenant, runs_of(contents))
@@ -235,9 +236,14 @@ class _Cached(EntryStruct, _WithContents, frozen=True):
 class Pinned(_Cached, frozen=True, tag=9):
     """A session's blocks were pinned, so that they are evicted last."""
 
+    borders: tuple[int, ...] = ()
+    """Numbers of blocks after which windows and states are kept, too."""
+
 
 class Unpinned(_Cached, frozen=True, tag=10):
     """A session's blocks were unpinned."""
+
+    borders: tuple[int, ...] = ()
 
 
 class Filled(_Cached, frozen=True, tag=22):
@@ -245,6 +251,8 @@ class Filled(_Cached, frozen=True, tag=22):
 
     start: int
     """Index in the chain of the first loaded block."""
+    group: int = 0
+    """Number of the KV group."""
 
 
 class CacheReset(EntryStruct, frozen=True, tag=11):

@@ -6,7 +6,7 @@ import msgspec
 
 from lockstep.errors import UsageError
 
-DEFAULT_MAX_MB = 256
+DEFAULT_MAX_MIB = 256
 MIN_SECRET_BYTES = 16
 """Minimum length of a secret in bytes; all shorter ones could be tried."""
 MAX_SECRET_BYTES = 4_096
@@ -16,7 +16,7 @@ class TraceOptions(msgspec.Struct, frozen=True):
     """Options of a recording: directory, size limit, content and key."""
 
     directory: str
-    max_bytes: int = DEFAULT_MAX_MB << 20
+    max_bytes: int = DEFAULT_MAX_MIB << 20
     """Maximum size of all recordings in the directory together, in bytes; the oldest files are deleted first."""
     has_content: bool = False
     """True to also record prompts and answers, so that `replay --execute` can compute them again."""

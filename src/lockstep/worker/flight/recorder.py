@@ -391,19 +391,19 @@ class EngineRecorder:
             self._put(Named(self.number, step, seq_id, runs, in_step))
 
     @guarded
-    def pinned(self, hashes: Seq[bytes], step: int) -> None:
+    def pinned(self, hashes: Seq[bytes], borders: Seq[int], step: int) -> None:
         if self._records():
-            self._put(Pinned(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
+            self._put(Pinned(self.number, step, runs_of(map(self._recorder.contents.of, hashes)), tuple(borders)))
 
     @guarded
-    def unpinned(self, hashes: Seq[bytes], step: int) -> None:
+    def unpinned(self, hashes: Seq[bytes], borders: Seq[int], step: int) -> None:
         if self._records():
-            self._put(Unpinned(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
+            self._put(Unpinned(self.number, step, runs_of(map(self._recorder.contents.of, hashes)), tuple(borders)))
 
     @guarded
-    def filled(self, hashes: Seq[bytes], start: int, step: int) -> None:
+    def filled(self, hashes: Seq[bytes], start: int, group: int, step: int) -> None:
         if self._records():
-            self._put(Filled(self.number, step, runs_of(map(self._recorder.contents.of, hashes)), start))
+            self._put(Filled(self.number, step, runs_of(map(self._recorder.contents.of, hashes)), start, group))
 
     @guarded
     def cache_reset(self, step: int) -> None:
