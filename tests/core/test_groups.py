@@ -79,9 +79,9 @@ def test_a_sequence_holds_at_most_its_window_its_chunk_and_two_states() -> None:
     assert whole.other_blocks(1000) == (22 + 2) * 2 + 6
 
 
-@pytest.mark.parametrize("num_blocks", [0, 8, 9, 11, 12, 30, 31])
+@pytest.mark.parametrize("num_blocks", [1, 8, 9, 11, 12, 30, 31])
 def test_the_longest_sequence_fills_the_pool(num_blocks: int) -> None:
-    limits = config(groups=(KVGroup(), KVGroup(2, window=6), STATE), max_chunk_tokens=8, num_blocks=max(1, num_blocks))
+    limits = config(groups=(KVGroup(), KVGroup(2, window=6), STATE), max_chunk_tokens=8, num_blocks=num_blocks)
     most = limits.most_positions()
     assert most == 0 or limits.blocks_for(most) + limits.other_blocks(most) <= num_blocks
     assert limits.blocks_for(most + 1) + limits.other_blocks(most + 1) > num_blocks

@@ -296,16 +296,16 @@ def test_evicting_a_part_of_a_snapshot_frees_all_of_it() -> None:
     assert core.cached_blocks(hashes) == ((1,), (2,))
 
 
-def test_pins_hold_snapshots_and_windows() -> None:
+def test_pins_hold_the_states_at_their_borders() -> None:
     core = recurrent(num_blocks=15)
     session = prompt([1] * 9, 1, snapshots=(8,))
     core.add(session)
     run(core)
-    core.pin(session.block_hashes)
+    core.pin(session.block_hashes, (2,))
     core.add(prompt([2] * 20, 1))
     run(core)
     assert core.cached_blocks(session.block_hashes, 1) == ((), (4, 5))
-    assert core.sweep(session.block_hashes) == (5, 4, 2, 1)
+    assert core.sweep(session.block_hashes, (2,)) == (5, 4, 2, 1)
     assert core.cached_blocks(session.block_hashes, 1) == ((), ())
     core.check()
 
@@ -418,6 +418,21 @@ def test_a_slot_of_a_prompt_without_blocks_goes_to_the_last_token_of_the_next_pr
     step(core)
     core.add(prompt([3] * 12, 2, priority=-1, snapshots=(4,)))
     assert [rows(step(core)) for _ in range(2)] == [[(1, 4, 4), (0, 8, 4), (2, 0, 4)], [(2, 4, 4), (1, 8, 1)]]
+    run(core)
+
+
+def test_sequences_share_the_slots_of_a_prompt_without_blocks() -> None:
+    """Blocks of 16. The third sequence lacks a state for the last token of its prompt. The first two
+    share the slot that is reserved for it in each step by their weights of 1 and 2."""
+    core = recurrent(block_size=16, num_blocks=13, max_chunk_tokens=16, max_num_decode_seqs=1)
+    core.add(prompt([1] * 16, 15, block_size=16))
+    core.add(prompt([2] * 2, 13, block_size=16, priority=-1))
+    core.add(prompt([3] * 17, 1, block_size=16, snapshots=(16,), priority=1))
+    num_rows = [0, 0, 0]
+    for _ in range(14):
+        for seq_id, _, length in rows(step(core)):
+            num_rows[seq_id] += length == 1
+    assert num_rows == [5, 9, 0]
     run(core)
 
 

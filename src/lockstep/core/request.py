@@ -59,8 +59,8 @@ class Request:
     """Id of the first of ``n`` siblings. This one is admissible when the first has committed its prompt or has
     ended."""
     snapshots: tuple[int, ...] = ()
-    """Positions of the prompt after which other prompts may continue, so that windows and the states of recurrent layers
-    are worth keeping there: multiples of the block size, ascending."""
+    """Positions of the prompt after which other prompts may continue, so that windows and the states of recurrent
+    layers are worth keeping there: multiples of the block size, ascending."""
     is_bulk: bool = False
     """True if its prompt yields to prompts of generation requests; see `StepBuilder.keep_back`."""
 
