@@ -10,6 +10,8 @@ from lockstep.core.groups import (
     StateBlocks,
     WindowBlocks,
     content_key,
+    contents_of_chain,
+    contents_to_continue,
     no_blocks,
     restored_blocks,
     saved_blocks,
@@ -47,6 +49,21 @@ def test_blocks_are_saved_as_plain_values() -> None:
 
 def test_the_key_of_the_first_group_is_the_hash() -> None:
     assert [content_key(b"h", group) for group in (0, 1)] == [b"h", (b"h", 1)]
+
+
+def test_a_sequence_continues_with_a_state_and_the_columns_of_its_window() -> None:
+    groups = (KVGroup(), WINDOW, STATE)
+    assert list(contents_to_continue(groups, 3, 4)) == [(2, range(2, 3)), (1, range(1, 3))]
+    assert list(contents_to_continue(ONE_GROUP, 3, 4)) == []
+
+
+def test_the_contents_of_a_chain_are_listed_once() -> None:
+    """The windows of the borders at 8 and 12 have a column in common."""
+    groups, hashes = (KVGroup(), WINDOW, STATE), (b"0", b"1", b"2", b"3")
+    expected = [(each, 0) for each in hashes]
+    assert contents_of_chain(groups, hashes, (), 4) == expected
+    expected += [(b"1", 2), (b"0", 1), (b"1", 1), (b"2", 2), (b"2", 1)]
+    assert contents_of_chain(groups, hashes, (2, 3), 4) == expected
 
 
 @pytest.mark.parametrize(
