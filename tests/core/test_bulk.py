@@ -55,6 +55,13 @@ def test_bulk_prompts_get_the_remaining_budget() -> None:
     assert rows(step(scheduling)) == [(3, 0, 20), (0, 0, 256), (1, 0, 236)]
 
 
+def test_a_step_of_one_prompt_token_is_not_divided() -> None:
+    scheduling = core(max_num_prefill_tokens=1)
+    scheduling.add(bulk(5))
+    scheduling.add(Request(2, 1))
+    assert [rows(step(scheduling)) for _ in range(3)] == [[(1, 0, 1)], [(1, 1, 1)], [(0, 0, 1)]]
+
+
 def test_bulk_requests_alone_are_planned_like_others() -> None:
     columns = []
     for is_bulk in (False, True):

@@ -51,8 +51,8 @@ def test_each_command_is_reported_with_the_step_before_which_it_takes_effect() -
     core.abort(0)
     commit(core, plan)
     core.abort(1, FinishReason.DEADLINE)
-    core.pin(request.block_hashes)
-    core.sweep(request.block_hashes)
+    core.pin(request.block_hashes, (2,))
+    core.sweep(request.block_hashes, (2,))
     core.fill(request.block_hashes)
     core.reset_prefix_cache()
     assert heard.all == [
@@ -60,8 +60,8 @@ def test_each_command_is_reported_with_the_step_before_which_it_takes_effect() -
         ("added", 1, request, 0),
         ("aborted", 0, FinishReason.ABORT, 2, True),
         ("aborted", 1, FinishReason.DEADLINE, 2, False),
-        ("pinned", request.block_hashes, 2),
-        ("unpinned", request.block_hashes, 2),
+        ("pinned", request.block_hashes, (2,), 2),
+        ("unpinned", request.block_hashes, (2,), 2),
         ("filled", request.block_hashes, 0, 0, 2),
         ("reset", 2),
     ]

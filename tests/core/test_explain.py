@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.core.groups import KVGroup
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import Limit, Reason
@@ -72,6 +73,16 @@ def test_a_sequence_that_does_not_fit_is_named_to_those_behind_it() -> None:
     assert one(core, 2) == Reason(2, Limit.OVERTAKEN, 0, 0, others=(1,))
 
 
+def test_a_bulk_request_that_was_overtaken_too_often_is_named_to_the_others() -> None:
+    core = scheduler(num_blocks=12, max_model_len=48, max_skips=0)
+    core.add(Request(30, 4))
+    core.add(Request(30, 1, is_bulk=True))
+    core.add(Request(4, 4))
+    assert step(core).admitted == (0, 2)
+    core.add(Request(4, 4))
+    assert Reason(3, Limit.OVERTAKEN, 0, 0, others=(1,)) in told(core)
+
+
 def test_a_blocked_queue_reports_its_reason_at_every_step() -> None:
     core = scheduler(num_blocks=12, max_model_len=48)
     core.add(Request(30, 16))
@@ -106,6 +117,8 @@ class Random:
         self.core.commit(plan, answer(plan, {some: 3} if draw.random() < 0.2 else None, stops))
 
 
+WINDOW = KVGroup(window=6)
+STATE = KVGroup(2, is_state=True, snapshot_interval=8)
 LIMITS: list[dict[str, Any]] = [
     {"num_blocks": 10, "num_host_blocks": 4},
     {"num_blocks": 10, "max_num_seqs": 3, "order": "priority", "max_skips": 1},
@@ -114,6 +127,9 @@ LIMITS: list[dict[str, Any]] = [
     {"num_blocks": 14, "max_num_step_seqs": 2, "max_num_batched_tokens": 20, "max_num_decode_seqs": 4},
     {"num_blocks": 40, "max_num_decode_seqs": 3, "max_num_batched_tokens": 18, "max_chunk_tokens": 5},
     {"num_blocks": 12, "chunking": False, "admission": "reserve"},
+    {"num_blocks": 24, "groups": (KVGroup(), WINDOW), "max_num_decode_seqs": 2, "num_host_blocks": 12},
+    {"num_blocks": 24, "groups": (KVGroup(), STATE), "max_num_decode_seqs": 1, "decode_order": "oldest"},
+    {"num_blocks": 40, "groups": (KVGroup(), WINDOW, STATE), "admission": "reserve", "max_chunk_tokens": 5},
 ]
 
 

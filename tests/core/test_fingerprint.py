@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lockstep.core.fingerprint import NUM_CODES, Fingerprint, chained, leb128
+from lockstep.core.fingerprint import NUM_CODES, Fingerprint, chained, leb128, row_tables, split_tables
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.step import Finish, StepEvents, StepPlan
 from tests.core.drive import commit, scheduler
@@ -246,3 +246,61 @@ def test_the_open_record_can_be_read() -> None:
     assert seen.hexdigest() == chained(before, record).hex() == chain(record)
     assert seen.close() == record
     assert seen.chain.hex() == chain(record)
+
+
+# -- several KV groups ------------------------------------------------------------------------------------------------
+
+WINDOW_AND_STATE = (((0, 5, 6), (7, 8)), ((2, 9), (10, 11, 12, 13)))
+"""Further tables of two rows: a window from column 0 and from column 2, and a state in place and with a source."""
+
+
+def test_tables_of_several_groups_byte_by_byte() -> None:
+    """Each row has one table: the first group's, the other ones', and the lengths of these."""
+    seen = Fingerprint()
+    plan = replace(FIRST, other_tables=WINDOW_AND_STATE)
+    seen.observe(plan, events_of(plan))
+    first = bytes([1, 0, 0, 0, 0, 2, 7, 0xAC, 2, 0, 0, 0])
+    first += bytes([2, 0, 7, 0, 11, 0, 9, 1, 2, 0, 5, 6, 7, 8, 3, 2])
+    first += bytes([1, 0xAC, 2, 0, 8, 0, 9, 3, 2, 9, 10, 11, 12, 13, 2, 4, 0, 0, 0])
+    assert seen.hexdigest() == chain(first)
+    second = replace(SECOND, tables=((1, 2), (3,)), other_tables=(((0, 5, 6), (7, 8)), ((2, 9, 4), (12, 13))))
+    seen.observe(second, events_of(second))
+    changed = bytes([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0xAC, 2, 4, 5, 3, 5, 4, 12, 13, 3, 2, 0, 0, 0])
+    assert seen.hexdigest() == chain(first, changed) == "74a2434ec65ad785"
+
+
+def test_steps_of_several_groups_repeat() -> None:
+    """The tables of each step are other objects with the same blocks."""
+    seen = Fingerprint()
+    for number in range(4):
+        tables = tuple([tuple([(*table[:1], *table[1:]) for table in row]) for row in WINDOW_AND_STATE])
+        plan = plan_of(number, (7, 5 + number, 1, (1, 2), True), (300, 4 + number, 1, (3,), True))
+        plan = replace(plan, other_tables=tables)
+        seen.observe(plan, events_of(plan))
+    assert seen.num_open_steps == 4
+    moved = replace(plan_of(4, (7, 9, 1, (1, 2), True), (300, 8, 1, (3,), True)), other_tables=WINDOW_AND_STATE[::-1])
+    assert seen.observe(moved, events_of(moved)) is not None
+
+
+Table = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
+@given(st.integers(1, 3), st.data())
+def test_tables_are_split_as_they_were_combined(num_others: int, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.tuples(Table, st.tuples(*[Table] * num_others)), max_size=4))
+    tables, others = tuple([table for table, _ in rows]), tuple([other for _, other in rows])
+    plan = StepPlan(0, (), (), (), (), (), (), (), tables, (), other_tables=others)
+    assert split_tables(row_tables(plan), num_others + 1) == (tables, others)
+    assert split_tables(tables, 1) == (tables, ())
+
+
+@given(st.integers(1, 3), st.lists(st.integers(-3, 9), max_size=8))
+def test_any_numbers_are_tables_or_an_error(num_others: int, numbers: list[int]) -> None:
+    """Recordings are read from files that anybody may have written."""
+    try:
+        (first,), (others,) = split_tables((tuple(numbers),), num_others + 1)
+    except ValueError:
+        lengths = numbers[-num_others:]
+        assert len(lengths) < num_others or min(lengths) < 0 or sum(lengths) + num_others > len(numbers)
+    else:
+        assert [*first, *[each for table in others for each in table], *map(len, others)] == numbers

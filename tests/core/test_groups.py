@@ -10,6 +10,8 @@ from lockstep.core.groups import (
     StateBlocks,
     WindowBlocks,
     content_key,
+    contents_of_chain,
+    contents_to_continue,
     no_blocks,
     restored_blocks,
     saved_blocks,
@@ -49,6 +51,21 @@ def test_the_key_of_the_first_group_is_the_hash() -> None:
     assert [content_key(b"h", group) for group in (0, 1)] == [b"h", (b"h", 1)]
 
 
+def test_a_sequence_continues_with_a_state_and_the_columns_of_its_window() -> None:
+    groups = (KVGroup(), WINDOW, STATE)
+    assert list(contents_to_continue(groups, 3, 4)) == [(2, range(2, 3)), (1, range(1, 3))]
+    assert list(contents_to_continue(ONE_GROUP, 3, 4)) == []
+
+
+def test_the_contents_of_a_chain_are_listed_once() -> None:
+    """The windows of the borders at 8 and 12 have a column in common."""
+    groups, hashes = (KVGroup(), WINDOW, STATE), (b"0", b"1", b"2", b"3")
+    expected = [(each, 0) for each in hashes]
+    assert contents_of_chain(groups, hashes, (), 4) == expected
+    expected += [(b"1", 2), (b"0", 1), (b"1", 1), (b"2", 2), (b"2", 1)]
+    assert contents_of_chain(groups, hashes, (2, 3), 4) == expected
+
+
 @pytest.mark.parametrize(
     ("chosen", "num_matched", "num_computed", "num_prompt", "positions"),
     [
@@ -79,9 +96,9 @@ def test_a_sequence_holds_at_most_its_window_its_chunk_and_two_states() -> None:
     assert whole.other_blocks(1000) == (22 + 2) * 2 + 6
 
 
-@pytest.mark.parametrize("num_blocks", [0, 8, 9, 11, 12, 30, 31])
+@pytest.mark.parametrize("num_blocks", [1, 8, 9, 11, 12, 30, 31])
 def test_the_longest_sequence_fills_the_pool(num_blocks: int) -> None:
-    limits = config(groups=(KVGroup(), KVGroup(2, window=6), STATE), max_chunk_tokens=8, num_blocks=max(1, num_blocks))
+    limits = config(groups=(KVGroup(), KVGroup(2, window=6), STATE), max_chunk_tokens=8, num_blocks=num_blocks)
     most = limits.most_positions()
     assert most == 0 or limits.blocks_for(most) + limits.other_blocks(most) <= num_blocks
     assert limits.blocks_for(most + 1) + limits.other_blocks(most + 1) > num_blocks

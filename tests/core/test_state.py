@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lockstep.core.blocks import BlockPool, HostPool
 from lockstep.core.decode_shares import DecodeShares
 from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.groups import ONE_GROUP, KVGroup
 from lockstep.core.kv import KVCache
 from lockstep.core.other_groups import OtherGroups
 from lockstep.core.planner import StepPlanner
@@ -39,6 +40,11 @@ CONFIG = SchedulerConfig(
     max_forced_tokens=4,
     max_num_queued_reqs=6,
 )
+GROUPS = (
+    ONE_GROUP,
+    (KVGroup(), KVGroup(2, window=6)),
+    (KVGroup(), KVGroup(window=9), KVGroup(2, is_state=True, snapshot_interval=8)),
+)
 PREFIX = tuple(range(16))
 KEPT: dict[type[Any], set[str]] = {
     Scheduler: {"_sequences", "_counters", "_next_id", "_step", "_pending", "_aborting"},
@@ -50,12 +56,12 @@ KEPT: dict[type[Any], set[str]] = {
     TenantLedger: {"_served"},
     Counters: {field.name for field in fields(Counters)},
     DecodeShares: {"clock"},
-    Sequence: {*getattr(Sequence, "__slots__", ())} - {"rank", "num_prompt", "stride"},
+    Sequence: {*getattr(Sequence, "__slots__", ())} - {"rank", "num_prompt", "stride", "listed_others", "other_tables"},
 }
 """Attributes that are part of a state, in its form."""
 FOLLOWS: dict[type[Any], set[str]] = {
     Scheduler: {"config", "_kv", "_ledger", "_queue", "_running"},
-    Fingerprint: {"_ids", "_ends", "_tables", "_samples", "_num_sampled"},
+    Fingerprint: {"_ids", "_ends", "_tables", "_samples", "_num_sampled", "_before_tables"},
     KVCache: {"_config", "_block_size", "pool", "host", "prefix", "others"},
     OtherGroups: {"_config", "_block_size", "_groups", "_pool", "_prefix", "nothing", "_interval", "_keeps_answers"},
     BlockPool: {"num_blocks", "_refs"},
@@ -79,6 +85,7 @@ SCRATCH: dict[type[Any], set[str]] = {
     PrefixCache: {"num_published", "news"},
     WaitingQueue: {"num_changes"},
     StepPlanner: {"_nobody_fits_at", "_explain"},
+    Sequence: {"listed_others", "other_tables"},
 }
 """Attributes that only save work, are empty outside of planning, or are not yet requested."""
 VALUES: set[type[Any]] = {SchedulerConfig, Request, SequenceState}
@@ -125,9 +132,12 @@ class Rotations(RuleBasedStateMachine):
         width=st.sampled_from([None, 1, 2]),
         decode_order=st.sampled_from(["weighted", "priority", "oldest"]),
         aging=st.sampled_from([0, 2]),
+        groups=st.sampled_from(GROUPS),
     )
-    def start(self, skips: int, width: int | None, aging: int, **policy: Any) -> None:
+    def start(self, skips: int, width: int | None, aging: int, groups: tuple[KVGroup, ...], **policy: Any) -> None:
         limits = replace(CONFIG, max_skips=skips, max_num_decode_seqs=width, priority_aging_steps=aging, **policy)
+        if len(groups) > 1:
+            limits = replace(limits, groups=groups, num_blocks=34, num_host_blocks=16)
         self.live = Side(Scheduler(limits), Fingerprint())
         self.restored = Side(Scheduler(limits), Fingerprint())
 
@@ -142,6 +152,8 @@ class Rotations(RuleBasedStateMachine):
         if self.live.plan is not None:
             return
         more: dict[str, Any] = {"priority": number % 3 - 1, "tenant": "ab"[number % 2]}
+        if number % 4 == 0:
+            more["snapshots"] = (8,)
         request = prompt([*PREFIX[:shared], number % 5], None if number % 7 == 0 else 1 + number % 9, **more)
         try:
             seq_id = self.live.core.add(request)

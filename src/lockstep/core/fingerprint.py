@@ -63,24 +63,26 @@ class Fingerprint:
         """Add a committed step. Returns the record that this closed, if any."""
         moves_nothing = _moves_nothing(plan)
         plain = moves_nothing and not events.finished and _only_decodes(plan, events)
-        due = self._due()
+        due, tables = self._due(), self._row_tables(plan)
         if (
             plain
             and self._before_plain
             and plan.starts == due
             and plan.seq_ids == self._ids
-            and _are_same(row_tables(plan), self._tables)
+            and _are_same(tables, self._tables)
         ):
             self._repeats += 1
             self._shift += 1
             return None
-        closed = self._open(_STEP, plan, events, due, moves_nothing)
-        self._keep(plan, {finish.seq_id for finish in events.finished} if events.finished else set(), plain)
+        closed = self._open(_STEP, plan, events, tables, moves_nothing)
+        ended = {finish.seq_id for finish in events.finished} if events.finished else set()
+        self._keep(plan, ended, plain, tables)
         return closed
 
     def observe_failure(self, plan: StepPlan) -> bytes | None:
         """Add a step that failed. Returns the record that this closed, if any."""
-        closed = self._open(_FAILED_STEP, plan, StepEvents(plan.step, ()), self._due(), _moves_nothing(plan))
+        tables = self._row_tables(plan)
+        closed = self._open(_FAILED_STEP, plan, StepEvents(plan.step, ()), tables, _moves_nothing(plan))
         self._keep(None, set(), False)
         return closed
 
@@ -143,13 +145,12 @@ class Fingerprint:
         """Create a fingerprint that continues from a state."""
         seen = cls()
         seen._digest, seen._body, seen._repeats = state.chain, state.body, state.repeats
-        seen._keep(state.before, set(state.ended_before), state.is_plain)
+        tables = () if state.before is None else row_tables(state.before)
+        seen._keep(state.before, set(state.ended_before), state.is_plain, tables)
         return seen
 
-    def _open(
-        self, tag: int, plan: StepPlan, events: StepEvents, due: tuple[int, ...], moves_nothing: bool
-    ) -> bytes | None:
-        gone, rows = self._changes(plan, due)
+    def _open(self, tag: int, plan: StepPlan, events: StepEvents, tables: Tables, moves_nothing: bool) -> bytes | None:
+        gone, rows = self._changes(plan, tables)
         closed = self.close()
         values = [tag]
         if moves_nothing:
@@ -172,17 +173,20 @@ class Fingerprint:
         self._body = leb128(values)
         return closed
 
-    def _keep(self, before: StepPlan | None, ended: set[int], is_plain: bool) -> None:
-        """Store a step, or None after a failed one, and separately its rows whose sequences continue."""
-        self._before, self._before_ended, self._before_plain = before, ended, is_plain
+    def _keep(self, before: StepPlan | None, ended: set[int], is_plain: bool, tables: Tables = ()) -> None:
+        """Store a step, or None after a failed one, and separately its rows whose sequences continue.
+
+        Args:
+            tables: the tables of its rows.
+        """
+        self._before, self._before_ended, self._before_plain, self._before_tables = before, ended, is_plain, tables
         self._shift = 0
         """Repeats of that step: the number to add to its starts."""
         ids: tuple[int, ...] = ()
         ends: tuple[int, ...] = ()
-        tables: tuple[tuple[int, ...], ...] = ()
         samples: tuple[bool, ...] = ()
         if before is not None:
-            ids, tables, samples = before.seq_ids, row_tables(before), before.samples
+            ids, samples = before.seq_ids, before.samples
             ends = tuple(map(add, before.starts, before.lengths))
         if ended:
             continues = [seq_id not in ended for seq_id in ids]
@@ -197,9 +201,23 @@ class Fingerprint:
         shift = self._shift
         return tuple([end + shift for end in self._ends]) if shift else self._ends
 
-    def _changes(self, plan: StepPlan, due: tuple[int, ...]) -> tuple[list[int], list[tuple[int, ...]]]:
+    def _row_tables(self, plan: StepPlan) -> Tables:
+        """The tables of a plan's rows. Those that did not change since the step before are the same objects."""
+        before = self._before
+        if before is None or not plan.other_tables or len(plan.tables) != len(before.tables):
+            return row_tables(plan)
+        known = zip(before.tables, before.other_tables, self._before_tables, strict=True)
+        rows = zip(plan.tables, plan.other_tables, known, strict=True)
+        return tuple(
+            [
+                same if table is first and others is further else _joined(table, others)
+                for table, others, (first, further, same) in rows
+            ]
+        )
+
+    def _changes(self, plan: StepPlan, tables: Tables) -> tuple[list[int], list[tuple[int, ...]]]:
         """Sequences that had a row in the step before and have none now, and rows that do not continue plainly."""
-        lead, known, tables = self._num_sampled, self._ids, row_tables(plan)
+        lead, known, due = self._num_sampled, self._ids, self._due()
         if not (
             plan.seq_ids[:lead] == known[:lead]
             and plan.lengths[:lead].count(1) == plan.samples[:lead].count(True) == lead
@@ -252,7 +270,11 @@ def row_tables(plan: StepPlan) -> Tables:
     if not plan.other_tables:
         return plan.tables
     rows = zip(plan.tables, plan.other_tables, strict=True)
-    return tuple([(*table, *chain.from_iterable(others), *map(len, others)) for table, others in rows])
+    return tuple([_joined(table, others) for table, others in rows])
+
+
+def _joined(table: tuple[int, ...], others: Tables) -> tuple[int, ...]:
+    return (*table, *chain.from_iterable(others), *map(len, others))
 
 
 def split_tables(tables: Tables, num_groups: int) -> tuple[Tables, tuple[tuple[tuple[int, ...], ...], ...]]:
@@ -261,15 +283,16 @@ def split_tables(tables: Tables, num_groups: int) -> tuple[Tables, tuple[tuple[t
     Raises:
         ValueError: a table is too short for the lengths at its end.
     """
-    if num_groups == 1:
+    num_others = num_groups - 1
+    if num_others == 0:
         return tables, ()
     firsts: list[tuple[int, ...]] = []
     others: list[tuple[tuple[int, ...], ...]] = []
     for table in tables:
-        num_others = num_groups - 1
-        begins = list(accumulate(reversed(table[-num_others:]), sub, initial=len(table) - num_others))
-        if begins[-1] < 0:
-            raise ValueError(f"a row has {len(table)} numbers for tables of {table[-num_others:]}")
+        lengths = table[-num_others:]
+        begins = list(accumulate(reversed(lengths), sub, initial=len(table) - num_others))
+        if begins[-1] < 0 or min(lengths) < 0:
+            raise ValueError(f"a row has {len(table)} numbers for tables of {lengths}")
         begins.reverse()
         firsts.append(table[: begins[0]])
         others.append(tuple([table[begin:end] for begin, end in pairwise(begins)]))

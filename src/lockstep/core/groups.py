@@ -12,7 +12,7 @@ it writes its next state to other blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 ContentKey = bytes | tuple[bytes, int]
@@ -99,18 +99,16 @@ def content_key(block_hash: bytes, group: int) -> ContentKey:
     return (block_hash, group) if group else block_hash
 
 
-def contents_to_continue(groups: Sequence[KVGroup], num_columns: int, block_size: int) -> list[tuple[int, range]]:
+def contents_to_continue(groups: Sequence[KVGroup], num_columns: int, block_size: int) -> Iterator[tuple[int, range]]:
     """Contents that a sequence needs, besides those of the first group, to continue after this many columns.
 
-    Returns:
+    Yields:
         By group, states first, its number and the indices of the columns; for a state that of the last column.
     """
-    needed: list[tuple[int, range]] = []
     for number in range(len(groups) - 1, 0, -1):
         group = groups[number]
         first = num_columns - 1 if group.is_state else group.first_column(num_columns * block_size, block_size)
-        needed.append((number, range(first, num_columns)))
-    return needed
+        yield number, range(first, num_columns)
 
 
 def contents_of_chain(

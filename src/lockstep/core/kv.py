@@ -190,17 +190,14 @@ class KVCache:
         missing = max(0, self._config.blocks_for(end) - len(seq.table))
         return missing + self.others.num_needed(seq, end) if self.others else missing
 
-    def hold_row(self, seq: Sequence, end: int) -> bool:
-        """Give the sequence these blocks; False, with nothing changed: there are too few."""
+    def hold_row(self, seq: Sequence, end: int) -> None:
+        """Give the sequence these blocks. The caller has checked how many are available."""
         count = self.num_for_row(seq, end)
-        if count > self.pool.num_available:
-            return False
         if count:
             blocks = iter(self._allocate(count))
             missing = max(0, self._config.blocks_for(end) - len(seq.table))
             seq.table += tuple(islice(blocks, missing))
             self.others.hold(seq, end, blocks)
-        return True
 
     def release(self, seq: Sequence) -> None:
         """Release the blocks of a sequence that ended. They become free, or cached if they were published. Windows and
@@ -409,6 +406,8 @@ class KVCache:
         on_host: list[int] = []
         for seq in sequences:
             assert len(set(self.held(seq))) == len(self.held(seq)), f"sequence {seq.seq_id} holds a block twice"
+            num_others = sum([len(own.held) for own in seq.others])
+            assert num_others <= self._config.other_blocks(seq.max_known), f"sequence {seq.seq_id} has too many blocks"
             capacity = (len(seq.table) + len(seq.host_table)) * self._block_size
             assert seq.num_computed <= capacity, f"sequence {seq.seq_id} has content without blocks"
             on_host.extend([*seq.host_table, *[block for own in seq.host_others for block in own.held]])

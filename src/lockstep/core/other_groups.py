@@ -110,18 +110,27 @@ class OtherGroups:
 
     @staticmethod
     def tables(seq: Sequence) -> tuple[tuple[int, ...], ...]:
-        """The tables of the sequence's row (`StepPlan.other_tables`)."""
-        return tuple(
-            [
+        """The tables of the sequence's row (`StepPlan.other_tables`), the same object until its blocks change."""
+        if seq.listed_others is not seq.others:
+            tables = [
                 (own.first, *own.blocks) if isinstance(own, WindowBlocks) else own.current + own.target
                 for own in seq.others
             ]
-        )
+            seq.listed_others, seq.other_tables = seq.others, tuple(tables)
+        return seq.other_tables
 
     # -- after a row --------------------------------------------------------------------------------------------------
 
-    def commit(self, seq: Sequence) -> None:
-        """Publish what the sequence has computed, and release what its next row does not need."""
+    def commit(self, seq: Sequence, length: int) -> None:
+        """Publish what the sequence has computed, and release what its next row does not need. A row inside a block
+        changes nothing.
+
+        Args:
+            length: number of tokens of the row.
+        """
+        start = (seq.num_computed - length) % self._block_size
+        if start and start + length < self._block_size:
+            return
         seq.others = tuple(
             [
                 self._commit_window(seq, number, group, own)

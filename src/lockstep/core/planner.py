@@ -120,12 +120,12 @@ class StepPlanner:
     def _grow(self, builder: StepBuilder, chosen: list[Output], spare: list[Sequence]) -> None:
         """Write the rows of sequences that sample or replay, with blocks for what they compute. A sequence that gets no
         blocks waits, and its slot goes to the next one."""
-        running = SequenceState.RUNNING
+        running, block_size = SequenceState.RUNNING, self._config.block_size
         for seq, length in chosen:
-            end = seq.num_computed + length
+            inside = seq.num_computed % block_size
             if seq.state is not running:
                 builder.return_output(length)
-            elif self._hold_by_force(builder, seq, end):
+            elif (inside and inside + length <= block_size) or self._hold_by_force(builder, seq, length):
                 builder.seqs.append(seq)
                 builder.lengths.append(length)
             else:
@@ -136,16 +136,21 @@ class StepPlanner:
             if seq.state is SequenceState.RUNNING and self._reserve(builder, seq, length) and seq.prompt_left <= 0:
                 self._grow(builder, [(seq, length)], [])
 
-    def _hold_by_force(self, builder: StepBuilder, seq: Sequence, num_positions: int) -> bool:
-        """Give a running sequence the blocks of its row, taking them from victims if necessary."""
-        needed = self._kv.num_for_row(seq, num_positions)
+    def _hold_by_force(self, builder: StepBuilder, seq: Sequence, length: int) -> bool:
+        """Give a running sequence the blocks of its row, taking them from victims if necessary. A row inside a block
+        needs none."""
+        end = seq.num_computed + length
+        needed = self._kv.num_for_row(seq, end)
+        if needed == 0:
+            return True
         missing = needed - self._kv.pool.num_available
-        if needed and missing > 0:
+        if missing > 0:
             behind = [other for other in self._running.running_behind(seq.rank) if not builder.is_settled(other)]
             if not self._take_blocks(builder, [*self._running.preempted_holders(), *behind], missing):
                 self._note_blocks(seq, needed)
                 return False
-        return self._kv.hold_row(seq, num_positions)
+        self._kv.hold_row(seq, end)
+        return True
 
     def _take_blocks(self, builder: StepBuilder, victims: list[Sequence], missing: int) -> bool:
         """Take blocks from the victims' tails, first victim first; False, with nothing changed: they have too few."""
@@ -188,7 +193,7 @@ class StepPlanner:
         if self._explain is not None:
             self._note_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
         length = builder.chunk_length(seq, seq.num_computed)
-        if length == 0 or not self._hold_by_force(builder, seq, seq.num_computed + length):
+        if length == 0 or not self._hold_by_force(builder, seq, length):
             return False
         builder.add_prompt(seq, length)
         return True
@@ -226,8 +231,7 @@ class StepPlanner:
             length = seq.segment_length(seq.num_computed)
             self._note_all([seq], builder.limits_on_output(length) if self._explain else ())
             if builder.reserve_output(length):
-                held = self._kv.hold_row(seq, seq.num_computed + length)
-                assert held, "a sequence resumes only if there are blocks for its next row"
+                self._kv.hold_row(seq, seq.num_computed + length)  # it resumes only if these are available
                 builder.seqs.append(seq)
                 builder.lengths.append(length)
 

@@ -87,12 +87,13 @@ class SchedulerConfig(SchedulerLimits):
     max_num_batched_tokens: Annotated[int, Range(1, MOST)] = 512
     """Maximum tokens that a step computes."""
     groups: tuple[KVGroup, ...] = ONE_GROUP
-    """The KV groups of the model, given by the executor."""
+    """The KV groups of the model, given by the executor. The first one keeps all positions, in columns of one block."""
     order: Order = "fcfs"
     """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival."""
 
     def __post_init__(self) -> None:
         check_options(self)
+        assert self.groups[0] == ONE_GROUP[0], "the first KV group keeps all positions, in columns of one block"
         needed = least_batched_tokens(self.decode_limit, self.max_forced_tokens)
         if self.max_num_batched_tokens < needed:
             raise ConfigError(

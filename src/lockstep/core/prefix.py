@@ -125,7 +125,7 @@ class PrefixCache:
         for block in blocks:
             self._hash_of[block] = key
             self._note(block, key)
-        self.num_published += len(blocks)
+        self.num_published += 1
 
     def _note(self, block: int, key: ContentKey) -> None:
         """Record a published block in the collected changes and in the pins."""

@@ -20,13 +20,7 @@ from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import ContentNews
 from lockstep.core.queue import TenantLedger, WaitingQueue
 from lockstep.core.request import CommandListener, FinishReason, Request
-from lockstep.core.sequence import (
-    FinishedSequence,
-    RunningLists,
-    Sequence,
-    SequenceState,
-    SequenceView,
-)
+from lockstep.core.sequence import FinishedSequence, RunningLists, Sequence, SequenceState, SequenceView
 from lockstep.core.state import SchedulerState, restored, saved
 from lockstep.core.stats import Counters, SchedulerStats
 from lockstep.core.step import Explain, Finish, StepEvents, StepPlan, StepResult
@@ -169,9 +163,7 @@ class Scheduler:
 
     def drain_contents(self) -> tuple[ContentNews, ...]:
         """Take the changes of the prefix cache since the last call. The first call returns its whole content."""
-        news = self._kv.prefix.news
-        if not news:
-            return ()
+        news = self._kv.prefix.news or []
         drained = tuple(news)
         news.clear()
         return drained
@@ -238,7 +230,7 @@ class Scheduler:
                 if reason is None and seq.num_known == seq.max_known:
                     reason = FinishReason.LENGTH
             if self._kv.others:
-                self._kv.others.commit(seq)
+                self._kv.others.commit(seq, length)
             if self._aborting:
                 reason = self._aborting.pop(seq.seq_id, reason)
             if reason is not None:

@@ -51,6 +51,7 @@ class Sequence:
         "host_others",
         "host_table",
         "last_sampled_step",
+        "listed_others",
         "max_known",
         "num_cached_tokens",
         "num_computed",
@@ -61,6 +62,7 @@ class Sequence:
         "num_published",
         "num_recomputed_tokens",
         "num_skips",
+        "other_tables",
         "others",
         "rank",
         "request",
@@ -103,6 +105,10 @@ class Sequence:
         """Device blocks in each KV group after the first one."""
         self.host_others = others
         """Host blocks in these groups; only while PREEMPTED, when it has none on the device."""
+        self.listed_others: tuple[GroupBlocks, ...] = ()
+        """The value of `others` to which `other_tables` belongs."""
+        self.other_tables: tuple[tuple[int, ...], ...] = ()
+        """Tables of a row in these groups."""
         self.stops: tuple[int, ...] = ()
         """Positions of the prompt at which a chunk ends, so that the state there can be published, ascending."""
         self.num_published = 0

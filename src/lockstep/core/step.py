@@ -57,10 +57,10 @@ class StepPlan:
     other_tables: Final[tuple[tuple[tuple[int, ...], ...], ...]] = ()
     """By row, a table for each KV group after the first one (`lockstep.core.groups`); empty: there is one group.
 
-    For a group with a window: the number of the first column that the row's tokens see, then the blocks of this column
-    and of all after it up to the row's last token. For states: the blocks of the state before the row's first token,
-    if there is a token before it, and then those of the state after its last token. If these are the same blocks, they
-    are listed once."""
+    For a group with a window: the number of a column, at or before the first one that the row's tokens see, then the
+    blocks of this column and of all after it up to the row's last token. For states: the blocks of the state before the
+    row's first token, if there is a token before it, and then those of the state after its last token. If these are the
+    same blocks, they are listed once."""
 
     @property
     def has_work(self) -> bool:
