@@ -19,7 +19,7 @@ LIMITS = Limits(block_size=4, num_blocks=9, num_host_blocks=3, max_model_len=20,
 
 
 def checked(batch: StepBatch) -> Chunks:
-    return checked_chunks(batch, LIMITS, TableRows())
+    return checked_chunks(batch, LIMITS, [TableRows()])
 
 
 def test_chunks_and_the_plan_that_attention_reads() -> None:

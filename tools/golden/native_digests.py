@@ -18,7 +18,8 @@ import numpy as np
 from lockstep.artifacts.model import Artifact
 from lockstep.engine.loading import verify_model
 from lockstep.engine.options import LoadOptions
-from lockstep.executors.native.executor import load_executor
+from lockstep.executors.fixed_plans import num_regions
+from lockstep.executors.native.executor import NativeExecutor, load_executor
 from lockstep.executors.options import ExecutorOptions
 from tests.executors.native.encoder_models import loaded_encoder, open_encoder_gguf, states_of
 from tests.executors.native.support import SMALL_LLAMA, SMALL_QWEN3, TINY, random_artifact, run
@@ -50,7 +51,8 @@ def prompt_digest(name: str, isa: str | None = None) -> str:
     artifact = artifact_of(name)
     options = ExecutorOptions(isa=isa, kv_cache_precision=cases()[name][2])
     executor = load_executor(artifact, options, lambda stage, share: None)
-    executor.allocate(12, 0)
+    assert isinstance(executor, NativeExecutor)
+    executor.allocate(12 * num_regions(executor.geometry), 0)
     tokens = (np.arange(LENGTH) * 37 % artifact.config.vocab_size).tolist()
     table = (7, 3, 9, 1, 5)
     logits = [run(executor, (tokens[:-1], 0, table), all_rows=True), run(executor, (tokens[-1:], LENGTH - 1, table))]

@@ -30,6 +30,8 @@ _FULL = "full_attention"
 _RECURRENT_KINDS = {"delta_net": "linear_attention", "convolution": "conv"}
 """Names of recurrent layers in config.json, by kind."""
 _WRAPPED, _PLAIN = "model.language_model.", "model."
+KERNELS = (".linear_attn.conv1d.weight", ".conv.conv.weight")
+"""Ends of the canonical names of convolutions' kernels ``[channels, taps]``, which are read as vectors are."""
 _UNUSED = re.compile(r"(model\.)?(visual|mtp)\..*", re.ASCII)
 """Tensors of image input and of layers that predict several tokens."""
 _LFM2_MODULES = {
@@ -165,7 +167,7 @@ def huggingface_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> d
         canonical = _PLAIN + name.removeprefix(_WRAPPED) if name.startswith(_WRAPPED) else name
         if config.architecture == "lfm2":
             canonical = _lfm2_name(canonical)
-        is_kernel = canonical.endswith((".conv1d.weight", ".conv.conv.weight"))
+        is_kernel = canonical.endswith(KERNELS)
         if is_kernel and len(tensor.shape) == 3 and tensor.shape[1] == 1:
             shape = (tensor.shape[0], tensor.shape[2])
             tensor = replace(tensor, shape=shape, data=tensor.data.reshape(shape))

@@ -106,6 +106,11 @@ class PoolOwner:
 
     _pool: KVPool | None = None
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the pool, without the null block."""
+        return self._allocated().num_blocks
+
     def read_blocks(self, blocks: Sequence[int]) -> Blocks:
         """See `base.Executor`."""
         return self._allocated().read(blocks)

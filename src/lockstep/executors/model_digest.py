@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator
 
 from lockstep.executors.base import Executor, Logits
+from lockstep.executors.fixed_plans import num_regions
 from lockstep.executors.probe import Scenario, play
 from lockstep.executors.sampling import SamplerState, sample
 from lockstep.executors.sampling_params import ResolvedSampling
@@ -36,7 +37,8 @@ def model_digest(executor: Executor, num_blocks: int) -> str:
     """
     state = hashlib.blake2b(digest_size=16)
     geometry = executor.geometry
-    room = min(geometry.max_model_len, num_blocks * geometry.block_size) - _DECODES
+    num_positions = num_blocks // num_regions(geometry) * geometry.block_size
+    room = min(geometry.max_model_len, num_positions) - _DECODES
     for length in _PROMPTS:
         logits = play(executor, num_blocks, Scenario((min(length, room),), decodes=_DECODES))
         state.update(logits.tobytes())

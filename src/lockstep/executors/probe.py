@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
-from lockstep.core.step import StepPlan
 from lockstep.errors import ConfigError, ExecutorError
-from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
+from lockstep.executors.base import Executor, Geometry, Logits
+from lockstep.executors.fixed_plans import Item, Regions, Tokens, num_regions, step_of
 
 MAX_COMPANIONS = 31
 _QUICK_TOKENS = 45
@@ -30,7 +28,6 @@ BESIDE_TOKENS = 64
 """Number of tokens after which a companion that only prefills restarts."""
 _NUM_DECODES = 4
 _MOVE_AFTER_DECODES = 2
-Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +60,10 @@ def quick_probe(executor: Executor, num_blocks: int) -> ProbeReport:
         executor: an allocated executor; its pool is overwritten.
         num_blocks: number of allocated blocks, without the null block.
     """
-    alone = Scenario((_prompt_length(executor, num_blocks, _QUICK_TOKENS),), decodes=2)
+    room = num_blocks // num_regions(executor.geometry)
+    alone = Scenario((_prompt_length(executor, room, _QUICK_TOKENS),), decodes=2)
     prompt = alone.chunks[0]
-    scenarios = [("alone again", alone), *_batched(alone, (3,), executor.geometry, num_blocks)]
+    scenarios = [("alone again", alone), *_batched(alone, (3,), executor.geometry, room)]
     if prompt >= 16:
         scenarios.append((f"in chunks of 13 and {prompt - 13}", replace(alone, chunks=(13, prompt - 13))))
     return _report(executor, num_blocks, alone, scenarios)
@@ -80,8 +78,10 @@ def thorough_probe(
         executor: an allocated executor; its pool is overwritten.
         reload: returns another executor of the same model with the same allocation; it is closed here.
     """
-    alone = Scenario((_prompt_length(executor, num_blocks, _THOROUGH_TOKENS),))
-    scenarios = list(_circumstances(alone, executor.geometry, num_blocks, num_host_blocks))
+    room = num_blocks // num_regions(executor.geometry)
+    host_room = num_host_blocks // num_regions(executor.geometry)
+    alone = Scenario((_prompt_length(executor, room, _THOROUGH_TOKENS),))
+    scenarios = list(_circumstances(alone, executor.geometry, room, host_room))
     report = _report(executor, num_blocks, alone, scenarios)
     report = ProbeReport.of((*report.cases, *_long_cases(executor, num_blocks)))
     if reload is None or not report.cases:
@@ -138,7 +138,8 @@ def num_blocks_for(num_tokens: int, geometry: Geometry) -> int:
 
 def _long_cases(executor: Executor, num_blocks: int) -> tuple[ProbeCase, ...]:
     """Cases of a long prompt, for which the matrix products use other block sizes. None if it does not fit the pool."""
-    if _prompt_length(executor, num_blocks, _LONG_TOKENS) < _LONG_TOKENS:
+    room = num_blocks // num_regions(executor.geometry)
+    if _prompt_length(executor, room, _LONG_TOKENS) < _LONG_TOKENS:
         return ()
     alone = Scenario((_LONG_TOKENS,))
     scenarios = [
@@ -147,7 +148,7 @@ def _long_cases(executor: Executor, num_blocks: int) -> tuple[ProbeCase, ...]:
     ]
     scenarios += [
         (f"{_LONG_TOKENS} tokens {name}", scenario)
-        for name, scenario in _batched(alone, (7, 31), executor.geometry, num_blocks)
+        for name, scenario in _batched(alone, (7, 31), executor.geometry, room)
     ]
     return _report(executor, num_blocks, alone, scenarios).cases[1:]
 
@@ -238,7 +239,7 @@ class _Row:
     table: tuple[int, ...]
     position: int = 0
 
-    def chunk(self, length: int) -> tuple[Tokens, int, tuple[int, ...]]:
+    def chunk(self, length: int) -> Item:
         begin, self.position = self.position, self.position + length
         return self.tokens[begin : self.position], begin, self.table
 
@@ -250,10 +251,13 @@ class _ScenarioRun:
     executor: Executor
     num_blocks: int
     scenario: Scenario
+    regions: Regions = field(init=False)
     free: list[int] = field(init=False)
+    """Blocks of the first region that no sequence has."""
 
     def __post_init__(self) -> None:
-        blocks = list(range(1, self.num_blocks + 1))
+        self.regions = Regions.of(self.executor.geometry, self.num_blocks)
+        blocks = list(range(1, self.regions.num_blocks + 1))
         if self.scenario.blocks == "descending":
             blocks.reverse()
         elif self.scenario.blocks == "scattered":
@@ -289,7 +293,7 @@ class _ScenarioRun:
             place = len(items) // 2
             items.insert(place, subject.chunk(step))
             samples = index >= len(scenario.chunks) - 1
-            batch = step_of(items, {} if samples else {place}, scenario.all_rows)
+            batch = step_of(items, self.regions, {} if samples else {place}, scenario.all_rows)
             logits = self.executor.execute(batch)
             if samples:
                 last_token = sum(len(tokens) for tokens, _, _ in items[: place + 1]) - 1
@@ -303,48 +307,18 @@ class _ScenarioRun:
         geometry = self.executor.geometry
         target = self.take_blocks(len(table) * geometry.block_size)
         overwriting = (_tokens(55, len(table) * geometry.block_size, geometry.vocab_size), 0, table)
+        old, new = self.regions.blocks_of(table), self.regions.blocks_of(target)
         if self.scenario.move == "swap":
-            out = tuple(zip(table, range(len(table)), strict=True))
-            back = tuple(zip(range(len(table)), target, strict=True))
-            self.executor.execute(step_of([], swap_out=out))
-            self.executor.execute(step_of([overwriting]))
-            self.executor.execute(step_of([], swap_in=back))
+            out = tuple(zip(old, range(len(old)), strict=True))
+            back = tuple(zip(range(len(old)), new, strict=True))
+            self.executor.execute(step_of([], self.regions, swap_out=out))
+            self.executor.execute(step_of([overwriting], self.regions))
+            self.executor.execute(step_of([], self.regions, swap_in=back))
         else:
-            self.executor.execute(step_of([], copies=tuple(zip(table, target, strict=True))))
-            self.executor.execute(step_of([overwriting]))
+            self.executor.execute(step_of([], self.regions, copies=tuple(zip(old, new, strict=True))))
+            self.executor.execute(step_of([overwriting], self.regions))
         return target
 
 
 def _tokens(salt: int, length: int, vocab_size: int) -> Tokens:
     return np.random.default_rng(salt).integers(0, vocab_size, length)
-
-
-def step_of(
-    items: Sequence[tuple[Sequence[int] | Tokens, int, tuple[int, ...]]],
-    unsampled: set[int] | dict[int, int] | None = None,
-    all_rows: bool = False,
-    *,
-    swap_out: tuple[tuple[int, int], ...] = (),
-    swap_in: tuple[tuple[int, int], ...] = (),
-    copies: tuple[tuple[int, int], ...] = (),
-) -> StepBatch:
-    """Build a step of chunks, each given as tokens, first position and table. It samples the last row of all but
-    ``unsampled``."""
-    lengths = tuple(len(tokens) for tokens, _, _ in items)
-    samples = tuple(index not in (unsampled or {}) for index in range(len(items)))
-    plan = StepPlan(
-        step=0,
-        evicted=(),
-        swap_out=swap_out,
-        swap_in=swap_in,
-        copies=copies,
-        seq_ids=tuple(range(len(items))),
-        starts=tuple(start for _, start, _ in items),
-        lengths=lengths,
-        tables=tuple(table for _, _, table in items),
-        samples=samples,
-    )
-    token_ids = np.fromiter(chain.from_iterable(tokens for tokens, _, _ in items), np.int64, sum(lengths))
-    ends = np.cumsum(np.array(lengths, np.int64)) - 1
-    rows = np.arange(len(token_ids)) if all_rows else ends[np.array(samples, bool)]
-    return StepBatch(plan, token_ids, rows.astype(np.int64))

@@ -47,9 +47,10 @@ def check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def vector(tensor: Tensor, size: int) -> npt.NDArray[np.float32]:
-    """A norm weight or a bias as f32 [size]. Every format stores these as plain floats."""
-    check_tensor(tensor, (size,))
+def vector(tensor: Tensor, shape: int | tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """A norm weight, a bias or the kernel of a convolution as f32, of this size or shape. Every format stores these as
+    plain floats."""
+    check_tensor(tensor, (shape,) if isinstance(shape, int) else shape)
     if tensor.encoding not in FLOAT_TYPES:
         raise CorruptArtifactError(
             f"tensor {tensor.name} is {tensor.encoding.value}; a vector must be F32, F16 or BF16"

@@ -114,6 +114,8 @@ def step_of(
         "rotary_dim": heads.rotary_dim,
         "scale": heads.head_dim**-0.5,
         "epsilon": EPSILON,
+        "num_parts": 1,
+        "num_norms": 2 if heads.is_normed else 0,
         "num_tokens": len(arrays["out"]),
         "num_blocks": len(cache),
         "block_stride": cache.shape[1],

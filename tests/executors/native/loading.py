@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.artifacts.model import Artifact
+from lockstep.executors.fixed_plans import num_regions
 from lockstep.executors.native.executor import NativeExecutor, load_executor
 from lockstep.executors.native.library import native_library
 from lockstep.executors.options import ISAS, ExecutorOptions
@@ -24,8 +25,10 @@ EACH_ISA = [
 def loaded(
     artifact: Artifact, num_blocks: int = 120, num_host_blocks: int = 20, **options: Any
 ) -> Iterator[NativeExecutor]:
+    """An executor with this many blocks in each region of its pool (`fixed_plans`)."""
     executor = load_executor(artifact, ExecutorOptions(**options), lambda stage, share: None)
     assert isinstance(executor, NativeExecutor)
-    executor.allocate(num_blocks, num_host_blocks)
+    regions = num_regions(executor.geometry)
+    executor.allocate(num_blocks * regions, num_host_blocks * regions)
     yield executor
     executor.close()

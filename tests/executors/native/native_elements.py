@@ -18,7 +18,7 @@ from hatch_build import cpp_compiler, native_flags
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 ISAS = ("portable", "avx2", "avx512")
-GATES = ("silu", "gelu_tanh", "gelu_erf", "relu", "tanh")
+GATES = ("silu", "gelu_tanh", "gelu_erf", "relu", "tanh", "sigmoid", "identity")
 FLOAT_TYPES = ("f32", "f16", "bf16")
 CPP = Path(__file__).resolve().parents[3] / "src" / "lockstep" / "executors" / "native" / "cpp"
 RUNS_HERE = 2

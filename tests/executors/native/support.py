@@ -14,9 +14,11 @@ from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.layout import split_fused
 from lockstep.artifacts.model import Artifact, DeltaNet, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import dequantise
+from lockstep.core.groups import ONE_GROUP
 from lockstep.errors import MissingTokenizerError
-from lockstep.executors.base import Executor, Logits, StepBatch
-from lockstep.executors.probe import step_of
+from lockstep.executors.base import Logits, StepBatch
+from lockstep.executors.fixed_plans import Regions, step_of
+from lockstep.executors.native.executor import NativeExecutor
 from lockstep.executors.rotary import inverse_frequencies
 from tools.random_models import SHAPES, Shape, random_tensor, stored_encoding, tensor_shapes
 
@@ -133,20 +135,31 @@ def reference_logits(artifact: Artifact, token_ids: Sequence[int]) -> Floats:
 
 
 Item = tuple[Sequence[int], int, tuple[int, ...]]
-"""Tokens of one chunk, position of the first, block table."""
+"""Tokens of one chunk, position of the first, block table of the first KV group, which determines the others."""
+ONE_TABLE = Regions(ONE_GROUP, 32, 0)
 
 
 def batch_of(
     *items: Item,
+    regions: Regions = ONE_TABLE,
     swap_out: tuple[tuple[int, int], ...] = (),
     swap_in: tuple[tuple[int, int], ...] = (),
     copies: tuple[tuple[int, int], ...] = (),
     all_rows: bool = False,
 ) -> StepBatch:
-    """A step that samples every chunk's last row, or wants every row."""
-    return step_of(items, all_rows=all_rows, swap_out=swap_out, swap_in=swap_in, copies=copies)
+    """A step that samples every chunk's last row, or wants every row.
+
+    Args:
+        regions: those of the executor, if its model has several KV groups.
+    """
+    return step_of(items, regions, all_rows=all_rows, swap_out=swap_out, swap_in=swap_in, copies=copies)
 
 
-def run(executor: Executor, *items: Item, all_rows: bool = False) -> Logits:
+def regions_of(executor: NativeExecutor) -> Regions:
+    """The regions of an executor's pool. Each has as many blocks as `loaded` was asked for."""
+    return Regions.of(executor.geometry, executor.num_blocks)
+
+
+def run(executor: NativeExecutor, *items: Item, all_rows: bool = False) -> Logits:
     """One step's logits, as a copy that outlives the next step."""
-    return executor.execute(batch_of(*items, all_rows=all_rows)).copy()
+    return executor.execute(batch_of(*items, regions=regions_of(executor), all_rows=all_rows)).copy()

@@ -45,8 +45,9 @@ class Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in ("kv_heads", "head_dim", "storage", "heads", "window", "rotary_dim")),
         *((name, ctypes.c_float) for name in ("scale", "epsilon")),
+        *((name, ctypes.c_int) for name in ("num_parts", "part", "num_norms", "only_reads")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_blocks", "plan_size")),
-        *((name, ctypes.c_void_p) for name in ("projected", "rotary", "norms", "plan", "cache")),
+        *((name, ctypes.c_void_p) for name in ("projected", "rotary", "norms", "plan", "first_columns", "cache")),
         ("block_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("out", "totals", "queries")),
         ("query_stride", ctypes.c_int64),

@@ -108,6 +108,8 @@ def test_an_activation_alone_is_its_gate_times_one(best: Elements) -> None:
         np.testing.assert_array_equal(best.activate(function, x), expected)
     np.testing.assert_array_equal(best.activate("relu", x), np.maximum(x, 0))
     assert np.isnan(best.activate("relu", np.full(3, np.nan, np.float32))).all()
+    assert np.array_equal(best.activate("identity", x), x)
+    np.testing.assert_allclose(best.activate("sigmoid", x), 1 / (1 + np.exp(-x.astype(np.float64))), rtol=3e-7)
     assert ulps(best.activate("tanh", floats(-12, 12)), exact(math.tanh, floats(-12, 12))) < 2.0
 
 
@@ -232,7 +234,7 @@ FAULTS: dict[str, Callable[[Elements], object]] = {
     ),
     "not one row of its columns": lambda e: e.norm(FITS, FITS[0, :19]),
     "not one row of its columns ": lambda e: e.norm(FITS, FITS),
-    "the function is none of": lambda e: e.map("gate", 5, FITS, FITS),
+    "the function is none of": lambda e: e.map("gate", len(GATES), FITS, FITS),
     "the function is none of ": lambda e: e.map("activate", -1, FITS),
     "the cap is not a positive number": lambda e: e.cap(FITS, math.nan),
     "an id is not a row of the table": lambda e: e.embed("f32", FITS, [3], 20),

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from lockstep.artifacts.model import Artifact, ModelConfig
 from lockstep.errors import ExecutorError
 from lockstep.executors.native.forward import Forward
+from lockstep.executors.native.operations import Action, Buffer, Program
 from lockstep.executors.native.packs import load_weights
 from lockstep.executors.native.products import ThreadPool
-from lockstep.executors.native.program import Action, Buffer, Program, build_program
+from lockstep.executors.native.program import build_program
 from lockstep.executors.quantise import vector
 from tests.executors.native.encoder_models import open_encoder
 from tests.executors.native.test_hostile import NUMBERS, change_op
@@ -43,18 +44,13 @@ def program_of(artifact: Artifact, quantize: str | None = None) -> Program:
     turns = [(np.ones(artifact.config.head_dim // 2, np.float32), 1.0)] * 2
     return build_program(
         artifact.config, weights.matrices, lambda name, size: vector(artifact.weights[name], size),
-        artifact.weights.__contains__, turns,
+        artifact.weights.__contains__, turns, "f16",
     )  # fmt: skip
-
-
-def block_bytes(config: ModelConfig, program: Program) -> int:
-    size = int(library().handle.native_block_bytes(config.num_kv_heads, config.head_dim, 1))
-    return program.num_layers * size + 4 * 32 * program.kept
 
 
 def run(pool: ThreadPool, program: Program, config: ModelConfig) -> bytes:
     """All stages of one text between guarded blocks, and the head; the states."""
-    guarded = np.full((5, block_bytes(config, program)), 0x55, np.uint8)
+    guarded = np.full((5, program.layout.block_bytes), 0x55, np.uint8)
     guarded[1:4] = 0
     forward = Forward(library(), pool, program, config, "f16")
     try:
@@ -108,7 +104,9 @@ CHANGES: dict[str, tuple[Action, dict[str, int]]] = {
     "queries are not kept": (Action.ATTENTION, {"part": 2, "out": 1, "in_at": 2**31 - 1}),
     "output has other heads": (Action.ATTENTION, {"part": 2, "out": 1, "in_at": 64}),
     "parts of another kind": (Action.ATTENTION, {"part": 0, "out": 1}),
-    "no such part": (Action.ATTENTION, {"part": 3, "out": 1}),
+    "parts of another kind ": (Action.ATTENTION, {"part": 3, "out": 1}),
+    "no such part": (Action.ATTENTION, {"part": 4, "out": 1}),
+    "input has other heads": (Action.ATTENTION, {"in_at": -1}),
     "no table of these columns": (Action.EMBED, {"offset": -1}),
     "embedding's numbers": (Action.EMBED, {"vector": 2**31 - 1}),
     "columns of its weights": (Action.GATE, {"num_weights": 3}),
@@ -166,7 +164,7 @@ def test_stages_that_do_not_fit_are_refused(
     artifact = artifacts["bert-classifier"]
     program = program_of(artifact)
     forward = Forward(library(), pool, program, artifact.config, "f16")
-    cache = np.zeros((3, block_bytes(artifact.config, program)), np.uint8)
+    cache = np.zeros((3, program.layout.block_bytes), np.uint8)
     step = {"hidden_rows": np.zeros(0, np.int64), "totals": np.array([TOTAL], np.int32), "stage": 0, **changes}
     try:
         with pytest.raises(ExecutorError, match=message):
@@ -193,7 +191,7 @@ def test_a_text_longer_than_the_table_of_positions_is_refused(artifacts: dict[st
 def test_any_plan_is_refused_or_within_the_pool(artifacts: dict[str, Artifact], numbers: list[int], total: int) -> None:
     artifact = artifacts["modern-bert"]
     program = program_of(artifact)
-    guarded = np.full((4, block_bytes(artifact.config, program)), 0x55, np.uint8)
+    guarded = np.full((4, program.layout.block_bytes), 0x55, np.uint8)
     with ThreadPool(library(), 1) as own:
         forward = Forward(library(), own, program, artifact.config, "f16")
         for stage in range(4):

@@ -122,7 +122,7 @@ def test_a_pool_that_does_not_fit_the_memory_is_refused(executor: NativeExecutor
     with pytest.raises(ExecutorError, match="the minimum is 1"):
         executor.allocate(0, 0)
     with pytest.raises(ExecutorError, match="no pool"):
-        run(executor, ([1], 0, (1,)))
+        executor.execute(batch_of(([1], 0, (1,))))
     executor.allocate(8, 0)
     assert run(executor, ([1], 0, (1,))).shape == (1, 512)
 
@@ -130,11 +130,11 @@ def test_a_pool_that_does_not_fit_the_memory_is_refused(executor: NativeExecutor
 def test_without_a_pool_or_closed_it_is_an_error() -> None:
     executor = load_executor(random_artifact(), ExecutorOptions(), lambda stage, share: None)
     with pytest.raises(ExecutorError, match="no pool"):
-        run(executor, ([1], 0, (1,)))
+        executor.execute(batch_of(([1], 0, (1,))))
     executor.close()
     executor.close()
     with pytest.raises(ExecutorError, match="no pool"):
-        run(executor, ([1], 0, (1,)))
+        executor.execute(batch_of(([1], 0, (1,))))
     with pytest.raises(ExecutorError, match="closed"):
         executor.allocate(1, 0)
 

@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.artifacts.model import Encoding, ModelConfig
+from lockstep.core.groups import KVGroup
 from lockstep.errors import ExecutorError
+from lockstep.executors.kv_layout import Place
 from lockstep.executors.native.forward import Forward
+from lockstep.executors.native.operations import Action, Buffer, Op, Program
 from lockstep.executors.native.packs import Matrix
 from lockstep.executors.native.products import ThreadPool
-from lockstep.executors.native.program import Action, Buffer, Op, Program
 from tests.executors.native.support import TINY, config_of
 from tests.executors.native.test_packs import library
 from tests.executors.native.test_program import program_of
@@ -38,8 +40,7 @@ def pool() -> Iterator[ThreadPool]:
 def run(pool: ThreadPool, program: Program, config: ModelConfig = CONFIG) -> None:
     """Two tokens, if the program is taken."""
     forward = Forward(library(), pool, program, config, "f16")
-    size = int(library().handle.native_block_bytes(config.num_kv_heads, config.head_dim, 1))
-    cache = np.zeros((2, size * config.num_layers), np.uint8)
+    cache = np.zeros((2, program.layout.block_bytes), np.uint8)
     try:
         forward.step(np.array([1, 2]), np.array([1, 0, 0, 2, 0, 1, 1], np.int32), cache, np.array([0]))
         forward.logits(np.array([1]), np.empty((1, config.vocab_size), np.float32))
@@ -112,10 +113,54 @@ def replace_in(program: Program, **changes: object) -> Program:
     return replace(program, **changes)  # type: ignore[arg-type]  # fields by name
 
 
-@pytest.mark.parametrize("changes", [{"num_heads": 3}, {"head_dim": 12}, {"head_dim": 1024}, {"num_kv_heads": 0}])
+@pytest.mark.parametrize("changes", [{}, {"columns": 12}, {"columns": 1024}, {"kv_heads": 0}, {"kv_heads": 3}])
 def test_other_heads_are_refused(pool: ThreadPool, changes: dict[str, int]) -> None:
+    program = program_of(TINY["tiny-qwen3"])
+    index = next(i for i, op in enumerate(program.ops) if op.action is Action.ATTENTION)
+    change_op(program, index, changes)
     with pytest.raises(ExecutorError, match=r"heads|head's"):
-        run(pool, program_of(TINY["tiny-qwen3"]), replace(CONFIG, **changes))  # type: ignore[arg-type]  # fields by name
+        run(pool, program, replace(CONFIG, num_heads=3) if not changes else CONFIG)
+
+
+@pytest.mark.parametrize(
+    "place", [Place(1, 0, 0), Place(-1, 0, 0), Place(0, 1, 0), Place(0, -1, 0), Place(0, 0, -4), Place(0, 0, 2)]
+)
+def test_a_place_outside_a_block_is_refused(pool: ThreadPool, place: Place) -> None:
+    program = program_of(TINY["tiny-qwen3"])
+    [inside] = program.places
+    for wrong in (place, Place(0, 0, inside.offset + 4)):
+        program.places[0] = wrong
+        with pytest.raises(ExecutorError, match="no place in a block"):
+            run(pool, program)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (),
+        (KVGroup(0),),
+        (KVGroup(1, 8),),
+        (KVGroup(1, is_state=True),),
+        (KVGroup(), KVGroup()),
+        (KVGroup(), KVGroup(1, -1)),
+        (KVGroup(), KVGroup(1, 8, is_state=True)),
+        (KVGroup(), KVGroup(1, is_state=True), KVGroup(1, 8)),
+        (KVGroup(), KVGroup((1 << 16) + 1, 8)),
+    ],
+)
+def test_groups_of_no_known_kind_are_refused(pool: ThreadPool, groups: tuple[KVGroup, ...]) -> None:
+    program = program_of(TINY["tiny-qwen3"])
+    program.layout = program.layout._replace(groups=groups)
+    with pytest.raises(ExecutorError, match="group"):
+        run(pool, program)
+
+
+@pytest.mark.parametrize("block_bytes", [-1, 0, 64, (1 << 30) + 1, 1 << 62])
+def test_blocks_of_no_possible_size_are_refused(pool: ThreadPool, block_bytes: int) -> None:
+    program = program_of(TINY["tiny-qwen3"])
+    program.layout = program.layout._replace(block_bytes=block_bytes)
+    with pytest.raises(ExecutorError, match="block"):
+        Forward(library(), pool, program, CONFIG, "f16")
 
 
 @given(st.lists(st.sampled_from([*HOSTILE, 2, 3, 4, 5]), max_size=12), st.integers(0, 3))
@@ -123,8 +168,7 @@ def test_any_plan_is_refused_or_within_the_pool(plan: list[int], num_tokens: int
     program = program_of(TINY["tiny-qwen3"])
     with ThreadPool(library(), 1) as pool:
         forward = Forward(library(), pool, program, CONFIG, "f16")
-        size = int(library().handle.native_block_bytes(CONFIG.num_kv_heads, CONFIG.head_dim, 1))
-        guarded = np.full((4, size), 0x55, np.uint8)
+        guarded = np.full((4, program.layout.block_bytes), 0x55, np.uint8)
         try:
             forward.step(np.ones(num_tokens, np.int64), np.array(plan, np.int32), guarded[1:3], np.zeros(0, np.int64))
         except ExecutorError:

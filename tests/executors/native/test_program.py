@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.artifacts.model import ModelConfig
+from lockstep.executors.native.operations import Action, Op, Program
 from lockstep.executors.native.packs import ModelWeights, load_weights
-from lockstep.executors.native.program import Action, Op, Program, build_program
+from lockstep.executors.native.program import build_program
 from lockstep.executors.quantise import vector
 from tests.executors.native.loading import loaded
 from tests.executors.native.support import TINY, config_of, random_artifact, run
@@ -24,14 +25,14 @@ ATTENTION = "attention"
 
 def program_of(shape: Shape, encoding: str = "F32", **changes: object) -> Program:
     """The program of one layer of a random model."""
-    artifact = random_artifact(replace(shape, num_layers=1, windows=shape.windows[:1], unrotated_layers=()), encoding)
+    artifact = random_artifact(replace(shape, num_layers=1, mixers=(), windows=shape.windows[:1], unrotated_layers=()), encoding)
     config: ModelConfig = replace(artifact.config, **changes)  # type: ignore[arg-type]  # fields by name
     weights: ModelWeights = load_weights(artifact, library(), None, None, 0, lambda stage, share: None)
     half = (config.head_dim if config.rotary_dim is None else config.rotary_dim) // 2
     turns = [(np.ones(half, np.float32), 1.0)] * (1 if config.local_rope_theta is None else 2)
     return build_program(
         config, weights.matrices, lambda name, size: vector(artifact.weights[name], size),
-        artifact.weights.__contains__, turns,
+        artifact.weights.__contains__, turns, "f16",
     )  # fmt: skip
 
 

@@ -13,10 +13,11 @@ from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.model import Artifact, ModelConfig
 from lockstep.errors import ExecutorError, InvalidPlanError, UnsupportedArtifactError, UsageError
 from lockstep.executors.base import Geometry, Logits, StepBatch
+from lockstep.executors.kv_layout import BLOCK_TOKENS, KVLayout
 from lockstep.executors.kv_pool import KVPool, PoolOwner
 from lockstep.executors.machine import available_cores
 from lockstep.executors.native.encoder import EncoderExecutor
-from lockstep.executors.native.forward import BLOCK_TOKENS, STORAGES, Forward
+from lockstep.executors.native.forward import Forward
 from lockstep.executors.native.library import NativeLibrary, native_library
 from lockstep.executors.native.packs import ModelWeights, load_weights
 from lockstep.executors.native.products import ThreadPool
@@ -59,29 +60,19 @@ def load_executor(
     try:
         program = build_program(
             config, weights.matrices, lambda name, size: vector(artifact.weights[name], size),
-            artifact.weights.__contains__, _frequencies(config),
+            artifact.weights.__contains__, _frequencies(config), options.kv_cache_precision,
         )  # fmt: skip
         pool = _pool(library, available_cores() if options.threads is None else options.threads)
         forward = Forward(library, pool, program, config, options.kv_cache_precision)
     except BaseException:
         weights.close()
         raise
-    storage = STORAGES.index(options.kv_cache_precision)
-    block_bytes = int(library.handle.native_block_bytes(config.num_kv_heads, config.head_dim, storage))  # fits an int
     environment = MappingProxyType(environment_of(artifact, options))
     machine = MappingProxyType({"isa": library.isa, "threads": str(pool.threads)})
     if config.bidirectional:
-        kept_bytes = 4 * BLOCK_TOKENS * program.kept
-        return EncoderExecutor(
-            artifact,
-            weights,
-            forward,
-            environment,
-            machine,
-            program.num_layers * block_bytes + kept_bytes,
-            separator_id,
-        )
-    return NativeExecutor(artifact, weights, forward, environment, machine, config.num_layers * block_bytes)
+        block_bytes = program.layout.block_bytes
+        return EncoderExecutor(artifact, weights, forward, environment, machine, block_bytes, separator_id)
+    return NativeExecutor(artifact, weights, forward, environment, machine, program.layout)
 
 
 def environment_of(artifact: Artifact, options: ExecutorOptions) -> dict[str, str]:
@@ -162,13 +153,14 @@ class NativeExecutor(PoolOwner):
         forward: Forward,
         environment: Mapping[str, str],
         machine: Mapping[str, str],
-        bytes_per_block: int,
+        layout: KVLayout,
     ) -> None:
         config = artifact.config
         self.environment, self.machine = environment, machine
         self.geometry = Geometry(
             block_size=BLOCK_TOKENS,
-            bytes_per_block=bytes_per_block,
+            bytes_per_block=layout.block_bytes,
+            groups=layout.groups,
             num_layers=config.num_layers,
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
@@ -179,7 +171,7 @@ class NativeExecutor(PoolOwner):
         self._forward: Forward | None = forward
         self._pool: KVPool | None = None
         self._limits: Limits | None = None
-        self._table_rows = TableRows()
+        self._table_rows = [TableRows() for _ in layout.groups]
         self._hidden_states = np.empty((0, config.hidden_size), np.float32)
         self._prompt_rows = NO_ROWS
         self._logits, self._prompt_logits = _LogitsMemory(config.vocab_size), _LogitsMemory(config.vocab_size)
@@ -192,7 +184,12 @@ class NativeExecutor(PoolOwner):
         geometry = self.geometry
         self._pool = KVPool(geometry.bytes_per_block, num_blocks, num_host_blocks)
         self._limits = Limits(
-            geometry.block_size, num_blocks, num_host_blocks, geometry.max_model_len, geometry.vocab_size
+            geometry.block_size,
+            num_blocks,
+            num_host_blocks,
+            geometry.max_model_len,
+            geometry.vocab_size,
+            geometry.groups,
         )
 
     def execute(self, batch: StepBatch) -> Logits:
@@ -212,7 +209,9 @@ class NativeExecutor(PoolOwner):
             return np.empty((0, self.geometry.vocab_size), np.float32)
         hidden_rows = NO_ROWS if batch.hidden_rows is None else np.ascontiguousarray(batch.hidden_rows, np.int64)
         token_ids = np.ascontiguousarray(batch.token_ids, np.int64)
-        self._hidden_states = self._forward.step(token_ids, chunks.plan, pool.blocks, hidden_rows)
+        self._hidden_states = self._forward.step(
+            token_ids, chunks.plan, pool.blocks, hidden_rows, windows=chunks.windows, states=chunks.states
+        )
         self._prompt_rows = NO_ROWS if batch.prompt_rows is None else batch.prompt_rows
         return self._logits.of(self._forward, batch.rows)
 

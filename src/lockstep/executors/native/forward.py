@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import numpy.typing as npt
 
 from lockstep.artifacts.model import ModelConfig
 from lockstep.errors import ExecutorError
+from lockstep.executors.kv_layout import BLOCK_TOKENS as BLOCK_TOKENS
 from lockstep.executors.native.library import NativeLibrary
+from lockstep.executors.native.operations import Op, Program
 from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool
-from lockstep.executors.native.program import Op, Program
 from lockstep.executors.native.weights import KINDS, pointer
+from lockstep.executors.step_inputs import WindowTables
 
 STORAGES = ("f32", "f16", "int8")
 """Precisions of keys and values, in the order of their numbers in ``attention.hpp``."""
@@ -21,10 +24,11 @@ _FLOATS = ("epsilon", "factor", "divisor", "scale")
 _OPS = np.dtype([(name, "<f4" if name in _FLOATS else "<i4") for name in Op._fields])
 _WEIGHTS = np.dtype([("type", "<i8"), ("features", "<i8"), ("columns", "<i8"), ("data", "<u8"), ("bytes", "<i8")])
 _BUFFERS = np.dtype([("columns", "<i4"), ("is_groups", "<i4"), ("life", "<i4"), ("unused", "<i4")])
+_GROUPS = np.dtype([("num_parts", "<i4"), ("window", "<i4"), ("is_state", "<i4")])
+_PLACES = np.dtype([("group", "<i4"), ("part", "<i4"), ("offset", "<i8")])
+_WINDOWS = np.dtype([("plan", "<u8"), ("plan_size", "<i8"), ("first_columns", "<u8")])
 _ROTARIES = np.dtype([("vector", "<i4"), ("num_pairs", "<i4"), ("factor", "<f4")])
 _FUNCTIONS = ("make", "step", "logits", "project")
-BLOCK_TOKENS = 32
-"""Tokens of a KV block, the same as in ``attention.hpp``."""
 
 
 class _Program(ctypes.Structure):
@@ -35,8 +39,11 @@ class _Program(ctypes.Structure):
         ("head_begin", ctypes.c_int64), ("weights", ctypes.c_void_p), ("num_weights", ctypes.c_int64),
         ("buffers", ctypes.c_void_p), ("num_buffers", ctypes.c_int64), ("vectors", ctypes.c_void_p),
         ("num_vectors", ctypes.c_int64), ("rotaries", ctypes.c_void_p), ("num_rotaries", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("state", "gathered", "hidden", "logits", "num_layers", "heads")),
-        *((name, ctypes.c_int32) for name in ("kv_heads", "head_dim", "storage", "vocab_size", "kept")),
+        *((name, ctypes.c_int32) for name in ("state", "gathered", "hidden", "logits", "heads", "storage")),
+        ("vocab_size", ctypes.c_int32), ("kept", ctypes.c_int32),
+        ("groups", ctypes.c_void_p), ("num_groups", ctypes.c_int64), ("places", ctypes.c_void_p),
+        ("num_places", ctypes.c_int64), ("block_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "is_tiled")),
     )  # fmt: skip
 
 
@@ -45,7 +52,9 @@ class _StepInput(ctypes.Structure):
 
     _fields_ = (
         ("num_tokens", ctypes.c_int64), ("ids", ctypes.c_void_p), ("types", ctypes.c_void_p), ("plan", ctypes.c_void_p),
-        ("plan_size", ctypes.c_int64), ("totals", ctypes.c_void_p), ("totals_size", ctypes.c_int64),
+        ("plan_size", ctypes.c_int64), ("windows", ctypes.c_void_p), ("num_windows", ctypes.c_int64),
+        ("states", ctypes.c_void_p), ("states_size", ctypes.c_int64),
+        ("totals", ctypes.c_void_p), ("totals_size", ctypes.c_int64),
         ("stage", ctypes.c_int64), ("cache", ctypes.c_void_p), ("block_bytes", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64), ("num_hidden_rows", ctypes.c_int64), ("hidden_rows", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p), ("hidden_size", ctypes.c_int64),
@@ -87,18 +96,22 @@ class Forward:
         buffers = np.array([(b.columns, b.is_groups, 0 if b.is_of_step else 1, 0) for b in program.buffers], _BUFFERS)
         vectors = np.concatenate([*program.vectors, np.zeros(0, np.float32)]).astype(np.float32, copy=False)
         rotaries = np.array([tuple(each) for each in program.rotaries], _ROTARIES)
+        groups = np.array([(each.num_parts, each.window, each.is_state) for each in program.layout.groups], _GROUPS)
+        places = np.array([tuple(each) for each in program.places], _PLACES)
         passed = _Program(
             ops.ctypes.data, len(ops), program.final_begin, program.head_begin, weights.ctypes.data, len(weights),
             buffers.ctypes.data, len(buffers), vectors.ctypes.data, len(vectors), rotaries.ctypes.data, len(rotaries),
-            program.state, program.gathered, program.hidden, program.logits, program.num_layers, config.num_heads,
-            config.num_kv_heads, config.head_dim, STORAGES.index(storage), config.vocab_size, program.kept,
+            program.state, program.gathered, program.hidden, program.logits, config.num_heads,
+            STORAGES.index(storage), config.vocab_size, program.kept, groups.ctypes.data, len(groups),
+            places.ctypes.data, len(places), program.layout.block_bytes, *_delta_shape(program),
         )  # fmt: skip
         self._call("make", ctypes.byref(passed), library.isa.encode(), pool.handle, ctypes.byref(self._handle))
 
     def step(
         self, token_ids: npt.NDArray[np.int64], plan: npt.NDArray[np.int32], cache: npt.NDArray[np.uint8],
         hidden_rows: npt.NDArray[np.int64], totals: npt.NDArray[np.int32] | None = None, stage: int = 0,
-        types: npt.NDArray[np.int32] | None = None,
+        types: npt.NDArray[np.int32] | None = None, windows: Sequence[WindowTables] = (),
+        states: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.float32]:  # fmt: skip
         """Run all layers over a step's tokens, or one stage of them, and keep their states for `logits`.
 
@@ -109,6 +122,8 @@ class Forward:
             hidden_rows: tokens whose hidden states are needed. Only the last stage has any.
             totals: total lengths of the sequences, for a program with stages.
             types: ``[T]``, token types; None: all are 0.
+            windows: tables of the groups with a window, in order.
+            states: see `Chunks.states`.
 
         Returns:
             ``[len(hidden_rows), hidden_size]``: the input of the LM head.
@@ -118,9 +133,14 @@ class Forward:
         """
         hidden = np.empty((len(hidden_rows), self._hidden_size), np.float32)
         totals_at, num_totals = (None, 0) if totals is None else (totals.ctypes.data, len(totals))
+        tables = np.array(
+            [(each.plan.ctypes.data, len(each.plan), each.first_columns.ctypes.data) for each in windows], _WINDOWS
+        )
+        states_at, num_states = (None, 0) if states is None else (states.ctypes.data, states.size)
         passed = _StepInput(
             len(token_ids), token_ids.ctypes.data, None if types is None else types.ctypes.data,
-            plan.ctypes.data, len(plan), totals_at, num_totals, stage,
+            plan.ctypes.data, len(plan), tables.ctypes.data, len(tables), states_at, num_states,
+            totals_at, num_totals, stage,
             cache.ctypes.data, cache.shape[1], len(cache), len(hidden_rows), hidden_rows.ctypes.data,
             hidden.ctypes.data, hidden.size,
         )  # fmt: skip
@@ -156,6 +176,14 @@ class Forward:
         if self._handle:
             self._free(self._handle)
             self._handle = ctypes.c_void_p()
+
+
+def _delta_shape(program: Program) -> tuple[int, ...]:
+    """``DeltaShape`` of ``recurrent.hpp``."""
+    net = program.delta_net
+    return (0,) * 5 if net is None else (
+        net.num_key_heads, net.num_value_heads, net.key_dim, net.value_dim, int(net.is_tiled)
+    )  # fmt: skip
 
 
 def weight_type(encoding: Any) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.hybrids import KERNELS
 from lockstep.artifacts.layout import EMBEDDING, HEAD, LM_HEAD, POSITIONS, expected_tensors
 from lockstep.artifacts.model import Artifact, Encoding, Tensor
 from lockstep.artifacts.tensors import BLOCKS, FLOAT_TYPES, GROUP_SIZE
@@ -207,8 +208,10 @@ def _as_blocks(tensor: Tensor, encoding: Encoding) -> Tensor:
 
 
 def _matrix_names(artifact: Artifact) -> list[str]:
-    """Canonical names of the matrices of the forward pass. A tied head is listed once."""
-    return [name for name, shape in expected_tensors(artifact.config).items() if len(shape) == 2]
+    """Canonical names of the matrices of the forward pass, without kernels of convolutions. A tied head is listed
+    once."""
+    expected = expected_tensors(artifact.config)
+    return [name for name, shape in expected.items() if len(shape) == 2 and not name.endswith(KERNELS)]
 
 
 def packed_encoding(name: str, tensor: Tensor, quantize: str | None) -> Encoding | None:

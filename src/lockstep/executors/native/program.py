@@ -7,114 +7,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.artifacts.layout import EMBEDDING, EMBEDDING_NORM, FINAL_NORM, LM_HEAD, POSITIONS, TOKEN_TYPE, layer_norms
 from lockstep.artifacts.model import ModelConfig
+from lockstep.core.groups import ONE_GROUP
+from lockstep.executors.kv_layout import BLOCK_TOKENS, KVLayout, Place, kv_bytes, kv_layout
+from lockstep.executors.native.operations import (
+    GATES,
+    NONE,
+    Action,
+    AttentionPart,
+    Buffer,
+    Floats,
+    Op,
+    Program,
+    Rotary,
+)
 from lockstep.executors.native.packs import Matrix
+from lockstep.executors.native.recurrent import convolution, delta_net, multiply, separate_gates
 from lockstep.executors.native.weights import KINDS
 
-Floats = npt.NDArray[np.float32]
-NONE = -1
 HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 512
 """Head sizes that native attention supports: multiples of the first, up to the second."""
-
-
-class Action(IntEnum):
-    """Operations, which ``program.hpp`` describes."""
-
-    EMBED, NORM, QUANTISE, PRODUCT, GATE, ADD, ATTENTION, LOAD, SAVE = range(9)
-
-
-class AttentionPart(IntEnum):
-    """Parts of attention, which ``program.hpp`` describes."""
-
-    WHOLE, STORE, ATTEND = range(3)
-
-
-GATES = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2, "relu": 3, "tanh": 4}
 NUM_STORED_LAYERS = 2
 """Layers whose keys and values an encoder stores at a time: a stage reads one layer and writes the next."""
-
-
-class Op(NamedTuple):
-    """One operation, with the fields of ``program.hpp`` in its order."""
-
-    action: Action
-    in_: int = NONE
-    in_groups: int = NONE
-    out: int = NONE
-    in_at: int = 0
-    out_at: int = 0
-    columns: int = 0
-    first_weight: int = 0
-    num_weights: int = 0
-    vector: int = NONE
-    layer: int = 0
-    window: int = 0
-    rotary: int = NONE
-    adds: bool = False
-    offset: int = 0
-    centred: bool = False
-    part: AttentionPart = AttentionPart.WHOLE
-    function: int = 0
-    epsilon: float = 0.0
-    factor: float = 1.0
-    divisor: float = 1.0
-    scale: float = 1.0
-
-
-class Buffer(NamedTuple):
-    """Memory for one row of each token."""
-
-    columns: int
-    is_groups: bool
-    """True for quantised values in groups of 32; else floats."""
-    is_of_step: bool
-    """True if all rows of a step are kept; else only the rows that are computed together."""
-
-
-class Rotary(NamedTuple):
-    """A rotation of heads."""
-
-    vector: int
-    """Index of its first frequency."""
-    num_pairs: int
-    factor: float
-    """Factor of cosines and sines."""
-
-
-@dataclass(slots=True)
-class Program:
-    """The operations of a model and their data. Buffers and weights are identified by their index in these lists."""
-
-    ops: list[Op] = field(default_factory=list)
-    final_begin: int = 0
-    """Index of the first operation after the last layer."""
-    head_begin: int = 0
-    """Index of the first operation from hidden states to logits."""
-    weights: list[Matrix] = field(default_factory=list)
-    buffers: list[Buffer] = field(default_factory=list)
-    vectors: list[Floats] = field(default_factory=list)
-    """Norms, biases and frequencies, which the program stores one after the other."""
-    rotaries: list[Rotary] = field(default_factory=list)
-    state: int = NONE
-    gathered: int = NONE
-    hidden: int = NONE
-    logits: int = NONE
-    num_layers: int = 0
-    """Layers whose keys and values are stored."""
-    kept: int = 0
-    """Numbers of a row that stay in its block from stage to stage."""
-
-
-Vector = Callable[[str, int], Floats]
-"""Function that returns a norm's weights or a bias by its canonical name and size."""
+Vector = Callable[[str, int | tuple[int, int]], Floats]
+"""Function that returns a norm's weights, a bias or the kernel of a convolution by its canonical name and shape."""
 Frequencies = Sequence[tuple[Floats, float]]
 """Angles per position of each pair of dimensions, and the factor of cosines and sines: one entry for all layers, and a
 second entry for layers with a window if their rotation differs."""
@@ -126,6 +46,7 @@ def build_program(
     vector: Vector,
     has: Callable[[str], bool],
     rotations: Frequencies,
+    storage: str,
 ) -> Program:
     """Build the forward pass of a model.
 
@@ -134,23 +55,37 @@ def build_program(
         vector: reads one of the artifact's vectors.
         has: tests whether the artifact has a tensor.
         rotations: frequencies of rotations.
+        storage: precision of keys and values: ``f32``, ``f16`` or ``int8``.
 
     Raises:
         CorruptArtifactError: a vector is missing, has the wrong size or is not finite.
     """
-    return _Builder(config, matrices, vector, has, rotations).build()
+    layout = _encoder_layout(config, storage) if config.bidirectional else kv_layout(config, storage)
+    return _Builder(config, matrices, vector, has, rotations, layout).build()
+
+
+def _encoder_layout(config: ModelConfig, storage: str) -> KVLayout:
+    """The layout of an encoder: layers by turns in a few places, and then what a token keeps."""
+    size = kv_bytes(config.num_kv_heads, config.head_dim, storage)
+    places = [Place(0, 0, layer % NUM_STORED_LAYERS * size) for layer in range(config.num_layers)]
+    kept_bytes = 4 * BLOCK_TOKENS * _num_kept(config)
+    return KVLayout(NUM_STORED_LAYERS * size + kept_bytes, ONE_GROUP, tuple(places), ((),) * config.num_layers)
+
+
+def _num_kept(config: ModelConfig) -> int:
+    return config.hidden_size + config.num_heads * config.head_dim if config.bidirectional else 0
 
 
 class _Builder:
     def __init__(
         self, config: ModelConfig, matrices: Mapping[str, Matrix], vector: Vector, has: Callable[[str], bool],
-        rotations: Frequencies,
+        rotations: Frequencies, layout: KVLayout,
     ) -> None:  # fmt: skip
         self.config = config
         self.matrices = matrices
         self.vector = vector
         self.has = has
-        self.program = Program()
+        self.program = Program(layout=layout, kept=_num_kept(config), delta_net=config.delta_net)
         self.state = NONE
         self._names: dict[str, int] = {}
         self._num_numbers = 0
@@ -160,12 +95,10 @@ class _Builder:
     def build(self) -> Program:
         config, program = self.config, self.program
         is_staged = config.bidirectional
-        program.num_layers = NUM_STORED_LAYERS if is_staged else config.num_layers
-        program.kept = config.hidden_size + config.num_heads * config.head_dim if is_staged else 0
         self.state = program.state = self._buffer("state", config.hidden_size, is_of_step=not is_staged)
         self._embed()
         for layer in range(config.num_layers):
-            self._attention(layer)
+            self._mixer(layer)
             if is_staged and layer == config.num_layers - 1:
                 program.state = self._buffer("result", config.hidden_size, is_of_step=True)
             self._mlp(layer)
@@ -218,6 +151,15 @@ class _Builder:
             x = out
         program.logits = x if config.head else NONE
 
+    def _mixer(self, layer: int) -> None:
+        """The part of a layer in which a token depends on those before it."""
+        kind, prefix, norms = self.config.mixer_of(layer), f"model.layers.{layer}.", layer_norms(self.config)
+        if kind == "attention":
+            return self._attention(layer)
+        add, last = (delta_net, "linear_attn") if kind == "delta_net" else (convolution, "conv")
+        out = add(self, layer, self._normed(prefix, norms.before_attention))
+        return self._to_state(out, f"{prefix}{last}.out_proj.weight", prefix, norms.after_attention)
+
     def _attention(self, layer: int) -> None:
         config, prefix, norms = self.config, f"model.layers.{layer}.", layer_norms(self.config)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -225,19 +167,24 @@ class _Builder:
         together = self._buffer("queries, keys and values", queries + 2 * keys, is_of_step=not config.bidirectional)
         mixed = self._buffer("attended", queries, is_of_step=True)
         before = norms.before_attention if layer or config.first_norm else None
-        self._product(self._normed(prefix, before), [f"{own}{each}_proj.weight" for each in "qkv"], together)
-        norm = NONE
+        projected = together
+        if config.attention_gate:
+            projected = self._buffer("queries, gates, keys and values", 2 * (queries + keys), is_of_step=True)
+        self._product(self._normed(prefix, before), [f"{own}{each}_proj.weight" for each in "qkv"], projected)
+        if config.attention_gate:
+            separate_gates(self, projected, together, 2 * keys)
+        of_heads: dict[str, int] = {}
         if config.qk_norm_whole:
             self._norm(together, together, f"{own}q_norm", queries)
             self._norm(together, together, f"{own}k_norm", keys, at=queries)
         elif config.qk_norm:
             each_head = [self._norm_weights(f"{own}{each}_norm", config.head_dim) for each in "qk"]
-            norm = self._add_vector(np.concatenate(each_head))
+            of_heads = {"vector": self._add_vector(np.concatenate(each_head)), "num_norms": 2}
         scale = 1.0 / math.sqrt(config.head_dim) if config.attention_scale is None else config.attention_scale
         window = config.windows[layer] if config.windows else 0
         fields: dict[str, float] = {
-            "vector": norm, "layer": layer % self.program.num_layers, "window": window, "rotary": self._rotary(layer),
-            "scale": scale, "epsilon": config.rms_norm_eps,
+            "place": self._place(layer), "window": window, "rotary": self._rotary(layer), "scale": scale,
+            "columns": config.head_dim, "kv_heads": config.num_kv_heads, "epsilon": config.rms_norm_eps, **of_heads,
         }  # fmt: skip
         if config.bidirectional:
             size = config.hidden_size
@@ -248,7 +195,24 @@ class _Builder:
             self._add(Action.LOAD, self.state, columns=size)
         else:
             self._add(Action.ATTENTION, mixed, in_=together, **fields)
+        if config.attention_gate:
+            size = config.head_dim
+            multiply(
+                self, projected, mixed, size, at=size, function="sigmoid", heads=config.num_heads, stride=2 * size
+            )
         self._to_state(mixed, f"{own}o_proj.weight", prefix, norms.after_attention)
+
+    def _place(self, layer: int) -> int:
+        """Index of the place of the keys and values that a layer reads."""
+        place = self.program.layout.layers[self.config.kv_owners[layer] if self.config.kv_owners else layer]
+        assert place is not None, "an owner stores keys and values"
+        self.program.places.append(place)
+        return len(self.program.places) - 1
+
+    def _add_places(self, layer: int) -> int:
+        """Index of the place of the first piece of a layer's state. The others follow it."""
+        self.program.places += self.program.layout.states[layer]
+        return len(self.program.places) - len(self.program.layout.states[layer])
 
     def _mlp(self, layer: int) -> None:
         config, prefix, norms = self.config, f"model.layers.{layer}.", layer_norms(self.config)

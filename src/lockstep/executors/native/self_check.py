@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lockstep.artifacts.model import Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import BLOCKS
-from lockstep.executors.native.forward import BLOCK_TOKENS, STORAGES, Forward
+from lockstep.executors.native.forward import BLOCK_TOKENS, Forward
 from lockstep.executors.native.library import NativeLibrary
 from lockstep.executors.native.packs import Matrix
 from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool, multiply, multiply_floats, quantise
@@ -74,10 +74,9 @@ def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
         for name, shape in shapes.items()
     }
     rotations = [(np.float32(1) / np.arange(1, config.head_dim // 2 + 1, dtype=np.float32), 1.0)]
-    program = build_program(config, matrices, lambda name, size: _numbers(size), lambda name: False, rotations)
-    size = int(library.handle.native_block_bytes(config.num_kv_heads, config.head_dim, STORAGES.index(storage)))
+    program = build_program(config, matrices, lambda name, size: _numbers(size), lambda name: False, rotations, storage)
     num_blocks = -(-_TOKENS // BLOCK_TOKENS)
-    cache = np.zeros((num_blocks + 1, program.num_layers * size + 4 * BLOCK_TOKENS * program.kept), np.uint8)
+    cache = np.zeros((num_blocks + 1, program.layout.block_bytes), np.uint8)
     plan = np.array([1, 0, 0, _TOKENS, 0, num_blocks, *range(1, num_blocks + 1)], np.int32)
     token_ids, rows = np.arange(_TOKENS) % config.vocab_size, np.arange(_TOKENS)
     result = np.empty((_TOKENS, config.vocab_size), np.float32)

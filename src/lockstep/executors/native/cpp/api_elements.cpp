@@ -48,7 +48,7 @@ constexpr const char* NO_ISA =
 constexpr const char* NO_FIT =
     "rows do not fit their memory: there must be 1 to 2^24 columns, a stride of no fewer, and "
     "room for all rows";
-constexpr const char* NO_GATE = "the function is none of silu, gelu_tanh, gelu_erf, relu and tanh";
+constexpr const char* NO_GATE = "the function is none of silu, gelu_tanh, gelu_erf, relu, tanh, sigmoid and identity";
 constexpr const char* NO_SHAPE = "the shapes of inputs and outputs differ";
 
 // Calls f(table, index) for each row, after the checks that all operations share.

@@ -19,7 +19,8 @@ constexpr int MANY_TOKENS = 64;        // from this on, several threads store a 
 
 struct Plan {
     std::int64_t num_sequences, num_entries;
-    const std::int32_t *past, *begins, *table_begins, *blocks, *totals;
+    const std::int32_t *past, *begins, *table_begins, *blocks, *totals, *first_columns;
+    int num_parts, part;
 
     std::int64_t length(std::int64_t sequence) const {
         return std::int64_t(begins[sequence + 1]) - begins[sequence];
@@ -28,15 +29,31 @@ struct Plan {
     std::int64_t total(std::int64_t sequence) const {
         return totals ? totals[sequence] : past[sequence] + length(sequence);
     }
+    int first_column(std::int64_t sequence) const { return first_columns ? first_columns[sequence] : 0; }
+    std::int64_t num_columns(std::int64_t sequence) const {
+        return first_column(sequence) + (std::int64_t(table_begins[sequence + 1]) - table_begins[sequence]) / num_parts;
+    }
+    // The layer's block of a position.
+    std::int32_t block_of(std::int64_t sequence, int position) const {
+        const int column = position / BLOCK_TOKENS - first_column(sequence);
+        return blocks[table_begins[sequence] + std::int64_t(column) * num_parts + part];
+    }
 };
 
+// The first position that a row sees.
+int first_seen(const Step& step, int position) {
+    const int seen = step.totals ? step.window / 2 + 1 : step.window;
+    return step.window && position >= seen ? position + 1 - seen : 0;
+}
+
 // Finds the parts of a step's plan; false: it is too short.
-bool read_plan(const std::int32_t* numbers, std::int64_t size, const std::int32_t* totals, Plan& plan) {
-    plan.totals = totals;
-    plan.num_sequences = size > 0 ? numbers[0] : -1;
-    plan.num_entries = size - 3 * (plan.num_sequences + 1);
+bool read_plan(const Step& step, Plan& plan) {
+    plan.totals = step.totals, plan.first_columns = step.first_columns;
+    plan.num_parts = step.num_parts, plan.part = step.part;
+    plan.num_sequences = step.plan_size > 0 ? step.plan[0] : -1;
+    plan.num_entries = step.plan_size - 3 * (plan.num_sequences + 1);
     if (plan.num_sequences < 0 || plan.num_entries < 0) return false;
-    plan.past = numbers + 1;
+    plan.past = step.plan + 1;
     plan.begins = plan.past + plan.num_sequences;
     plan.table_begins = plan.begins + plan.num_sequences + 1;
     plan.blocks = plan.table_begins + plan.num_sequences + 1;
@@ -50,7 +67,8 @@ bool fits(std::int64_t count, std::int64_t size, std::int64_t room) {
 
 const char* memory_fault(const Step& step, const Plan& plan) {
     const KVLayout& layout = step.layout;
-    const std::int64_t dim = layout.head_dim, heads = std::int64_t(step.heads) + 2 * std::int64_t(layout.kv_heads);
+    const std::int64_t dim = layout.head_dim;
+    const std::int64_t heads = step.heads + (step.only_reads ? 0 : 2 * std::int64_t(layout.kv_heads));
     if (!step.queries && !fits(step.num_tokens, heads * dim, step.projected_size))
         return "queries, keys and values are too short";
     std::int64_t rotations = step.num_tokens;
@@ -59,7 +77,8 @@ const char* memory_fault(const Step& step, const Plan& plan) {
         for (std::int64_t s = 0; s < plan.num_sequences; s++) rotations = std::max(rotations, plan.total(s));
     }
     if (!fits(rotations, step.rotary_dim, step.rotary_size)) return "the rotations are too short";
-    if (step.norms && step.norms_size < 2 * dim) return "the norms' weights are too short";
+    if (step.num_norms < 0 || step.num_norms > 3) return "more than queries, keys and values are normalised";
+    if (step.num_norms && (!step.norms || step.norms_size < step.num_norms * dim)) return "the norms' weights are too short";
     const std::int64_t block = std::int64_t(layout.block_bytes());
     if (step.block_stride < block || !fits(step.num_blocks - 1, step.block_stride, step.cache_bytes - block))
         return "the cache is too short for its blocks";
@@ -75,8 +94,11 @@ const char* memory_fault(const Step& step, const Plan& plan) {
     return nullptr;
 }
 
-const char* plan_fault(const Plan& plan, std::int64_t num_tokens, std::int64_t num_blocks) {
-    if (plan.begins[0] != 0 || plan.begins[plan.num_sequences] != num_tokens)
+const char* plan_fault(const Step& step, const Plan& plan) {
+    if (step.window < 0) return "the window is negative";
+    if (step.num_parts < 1 || step.part < 0 || step.part >= step.num_parts) return "a column has no such block";
+    if (step.totals && step.totals_size < plan.num_sequences) return "there are fewer total lengths than sequences";
+    if (plan.begins[0] != 0 || plan.begins[plan.num_sequences] != step.num_tokens)
         return "the sequences' beginnings do not cover the tokens";
     if (plan.table_begins[0] != 0 || plan.table_begins[plan.num_sequences] > plan.num_entries)
         return "the tables' beginnings do not cover the tables";
@@ -87,10 +109,13 @@ const char* plan_fault(const Plan& plan, std::int64_t num_tokens, std::int64_t n
         if (plan.past[s] < 0) return "a past length is negative";
         if (plan.past[s] + length > INT_MAX) return "a sequence is longer than 2^31 - 1";
         if (plan.past[s] + length > plan.total(s)) return "a sequence's tokens are more than its total length";
-        if (plan.total(s) > entries * BLOCK_TOKENS) return "a block table is too short for its sequence";
+        if (entries % step.num_parts) return "a block table has a column without some of its blocks";
+        if (plan.first_column(s) < 0 || plan.first_column(s) > first_seen(step, plan.past[s]) / BLOCK_TOKENS)
+            return "a block table begins behind a position that its sequence sees";
+        if (plan.total(s) > plan.num_columns(s) * BLOCK_TOKENS) return "a block table is too short for its sequence";
     }
     for (std::int64_t i = 0; i < plan.table_begins[plan.num_sequences]; i++)
-        if (plan.blocks[i] < 0 || plan.blocks[i] >= num_blocks) return "a block is not of this pool";
+        if (plan.blocks[i] < 0 || plan.blocks[i] >= step.num_blocks) return "a block is not of this pool";
     return nullptr;
 }
 
@@ -104,9 +129,7 @@ const char* fault(const Step& step, const Plan& plan) {
         return "keys and values have no such precision";
     if (step.rotary_dim < 0 || step.rotary_dim > layout.head_dim || step.rotary_dim % 2)
         return "the rotated dimensions are no even number up to a head's size";
-    if (step.window < 0) return "the window is negative";
-    if (step.totals && step.totals_size < plan.num_sequences) return "there are fewer total lengths than sequences";
-    if (const char* wrong = plan_fault(plan, step.num_tokens, step.num_blocks)) return wrong;
+    if (const char* wrong = plan_fault(step, plan)) return wrong;
     return memory_fault(step, plan);
 }
 
@@ -138,29 +161,33 @@ struct Work {
     int group = step.heads / step.layout.kv_heads;
 
     std::uint8_t* head_of(int sequence, int position, int head) const {
-        const std::int32_t block = plan.blocks[plan.table_begins[sequence] + position / BLOCK_TOKENS];
-        return step.cache + block * step.block_stride + head * step.layout.head_bytes();
+        return step.cache + plan.block_of(sequence, position) * step.block_stride + head * step.layout.head_bytes();
     }
 
     const float* projected(int token, int head) const {
-        const int heads = step.heads + 2 * step.layout.kv_heads;
+        const int heads = step.heads + (step.only_reads ? 0 : 2 * step.layout.kv_heads);
         return step.projected + (std::size_t(token) * heads + head) * step.layout.head_dim;
     }
 
     // A query or key at a position, which is the step's `token`.
     Raw query(int sequence, int position, int token, int head) const {
-        return raw(step.queries ? kept_query(sequence, position, head) : projected(token, head), position, token, step.norms);
+        return raw(step.queries ? kept_query(sequence, position, head) : projected(token, head), position, token, norm(0));
     }
     Raw key(int position, int token, int head) const {
-        const float* norm = step.norms ? step.norms + step.layout.head_dim : nullptr;
-        return raw(projected(token, step.heads + head), position, token, norm);
+        return raw(projected(token, step.heads + head), position, token, norm(1));
+    }
+    Raw value(int token, int head) const {
+        return {projected(token, step.heads + step.layout.kv_heads + head), norm(2), nullptr, 0, step.epsilon};
+    }
+    const float* norm(int number) const {
+        return number < step.num_norms ? step.norms + number * step.layout.head_dim : nullptr;
     }
     Raw raw(const float* x, int position, int token, const float* norm) const {
         const float* rotary = step.rotary + std::size_t(step.totals ? position : token) * step.rotary_dim;
         return {x, norm, rotary, step.rotary_dim, step.epsilon};
     }
     const float* kept_query(int sequence, int position, int head) const {
-        const std::int32_t block = plan.blocks[plan.table_begins[sequence] + position / BLOCK_TOKENS];
+        const std::int64_t block = plan.block_of(sequence, position);
         const std::uint8_t* row = step.queries + block * step.block_stride + position % BLOCK_TOKENS * step.query_stride;
         return reinterpret_cast<const float*>(row) + head * step.layout.head_dim;
     }
@@ -169,8 +196,8 @@ struct Work {
         const KVLayout& layout = step.layout;
         const int position = plan.past[sequence] + token - plan.begins[sequence];
         for (int h = 0; h < layout.kv_heads; h++)
-            kernel.store(layout, key(position, token, h), projected(token, step.heads + layout.kv_heads + h),
-                         head_of(sequence, position, h), position % BLOCK_TOKENS);
+            kernel.store(layout, key(position, token, h), value(token, h), head_of(sequence, position, h),
+                         position % BLOCK_TOKENS);
     }
 
     void store_all() const {
@@ -201,10 +228,7 @@ struct Work {
 
     int position(int sequence, int row) const { return plan.past[sequence] + row / group; }
     // The keys that a row sees: from the first one up to, but without, the last one.
-    int first_key(int position) const {
-        const int seen = step.totals ? step.window / 2 + 1 : step.window;
-        return step.window && position >= seen ? position + 1 - seen : 0;
-    }
+    int first_key(int position) const { return first_seen(step, position); }
     int last_key(int sequence, int position) const {
         if (!step.totals) return position + 1;
         const int total = plan.totals[sequence], half = step.window / 2;
@@ -220,8 +244,10 @@ struct Work {
         tile.layout = step.layout;
         tile.cache = step.cache + item.head * step.layout.head_bytes();
         tile.block_stride = step.block_stride;
-        tile.blocks = plan.blocks + plan.table_begins[item.sequence];
-        tile.num_blocks = plan.table_begins[item.sequence + 1] - plan.table_begins[item.sequence];
+        tile.blocks = plan.blocks + plan.table_begins[item.sequence] + plan.part;
+        tile.num_parts = plan.num_parts;
+        tile.first_column = plan.first_column(item.sequence);
+        tile.num_columns = int(plan.num_columns(item.sequence));
         tile.scale = step.scale * 1.44269504f;  // log2(e): the softmax is one of powers of two
         tile.num_rows = item.num_rows;
         for (int r = 0; r < item.num_rows; r++) {
@@ -229,11 +255,11 @@ struct Work {
             tile.queries[r] = query(item.sequence, at, token_of(item, r), head_of(item, r));
             tile.begin[r] = first_key(at), tile.end[r] = last_key(item.sequence, at);
         }
-        for (int b = 0; b < SEGMENT_BLOCKS; b++)
-            tile.next[b] = head_of(next.sequence,
-                                   std::min(next.first_segment * SEGMENT_TOKENS + b * BLOCK_TOKENS,
-                                            last_key(next.sequence, position(next.sequence, next.first_row)) - 1),
-                                   next.head);
+        const int first = position(next.sequence, next.first_row), last = last_key(next.sequence, first) - 1;
+        for (int b = 0; b < SEGMENT_BLOCKS; b++) {
+            const int at = std::min(next.first_segment * SEGMENT_TOKENS + b * BLOCK_TOKENS, last);
+            tile.next[b] = head_of(next.sequence, std::max(at, first_key(first)), next.head);
+        }
         kernel.attend(tile, item.first_segment, item.last_segment, rows);
     }
 
@@ -277,21 +303,18 @@ struct Work {
 
 }  // namespace
 
-const char* plan_fault(const std::int32_t* numbers, std::int64_t size, const std::int32_t* totals, std::int64_t totals_size,
-                       std::int64_t num_tokens, std::int64_t num_blocks) {
+const char* plan_fault(const Step& step) {
     Plan plan;
-    if (!read_plan(numbers, size, totals, plan)) return TOO_SHORT;
-    if (totals && totals_size < plan.num_sequences) return "there are fewer total lengths than sequences";
-    return plan_fault(plan, num_tokens, num_blocks);
+    return read_plan(step, plan) ? plan_fault(step, plan) : TOO_SHORT;
 }
 
 const char* attention(const Step& step, const AttentionKernel& kernel, const Workers& workers) try {
     Plan plan;
-    if (!read_plan(step.plan, step.plan_size, step.totals, plan)) return TOO_SHORT;
+    if (!read_plan(step, plan)) return TOO_SHORT;
     if (const char* wrong = fault(step, plan)) return wrong;
     const Work work{step, plan, kernel, workers};
     const std::vector<Item> items = work.items();
-    if (!step.queries) work.store_all();
+    if (!step.queries && !step.only_reads) work.store_all();
     if (items.size() < std::size_t(ITEMS_PER_THREAD) * std::max(1, workers.threads)) {
         work.attend_split(items);
     } else {

@@ -52,8 +52,9 @@ struct Tile {
     KVLayout layout;
     const std::uint8_t* cache;   // the head's part of block 0
     std::int64_t block_stride;   // see Step
-    const std::int32_t* blocks;  // the sequence's table
-    int num_blocks;
+    const std::int32_t* blocks;  // the sequence's table, from the layer's first block on
+    int num_parts;               // blocks of a column
+    int first_column, num_columns;  // the first one of the table, and the number of those up to the last one
     const std::uint8_t* next[SEGMENT_BLOCKS];  // the keys to be fetched while the last segment is computed
     float scale;
     int num_rows;
@@ -72,7 +73,7 @@ struct Share {
 struct AttentionKernel {
     const char* name;
     int max_rows;  // of a tile, as many as fit into the registers
-    void (*store)(const KVLayout&, const Raw& key, const float* value, std::uint8_t* head, int slot);
+    void (*store)(const KVLayout&, const Raw& key, const Raw& value, std::uint8_t* head, int slot);
     void (*attend)(const Tile&, int first_segment, int last_segment, Share* rows);
     void (*fold)(Share& total, const Share& next, int head_dim);
 };
@@ -97,13 +98,17 @@ struct Step {
     // as many on each side of it.
     int heads, window, rotary_dim;
     float scale, epsilon;
+    // A table has num_parts blocks for every BLOCK_TOKENS positions, of which the layer has the one number `part`.
+    int num_parts, part;
+    int num_norms, only_reads;  // only_reads: rows have queries only, and another layer stored the keys and values
     std::int64_t num_tokens, num_blocks, plan_size;
     const float* projected;  // [T][heads + 2 * kv_heads][head_dim]: queries, keys, values
     const float* rotary;     // [T][rotary_dim]; with total lengths: by position
-    const float* norms;      // [2][head_dim], of queries and of keys; nullptr: none
+    const float* norms;      // [num_norms][head_dim]: of queries, keys and values, as far as these have any
     // S; [S] tokens already in the blocks; [S + 1] where each sequence's tokens begin; [S + 1] where its block table
     // begins; all tables, one after the other.
     const std::int32_t* plan;
+    const std::int32_t* first_columns;  // [S]: the column with which each table begins; nullptr: the first one
     std::uint8_t* cache;        // [num_blocks], each of block_bytes
     std::int64_t block_stride;  // bytes from one of them to the next; other layers' blocks are in between
     float* out;                 // [T][heads][head_dim]
@@ -116,10 +121,8 @@ struct Step {
     std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size, totals_size, queries_bytes;  // of arrays
 };
 
-// Checks the plan of a step of this many tokens in a pool of this many blocks. Returns nullptr, or an error message.
-// The total lengths may be nullptr.
-const char* plan_fault(const std::int32_t* plan, std::int64_t size, const std::int32_t* totals, std::int64_t totals_size,
-                       std::int64_t num_tokens, std::int64_t num_blocks);
+// Checks plan, tables and total lengths of a step, without its memory. Returns nullptr, or an error message.
+const char* plan_fault(const Step&);
 
 // Writes the step's keys and values to their blocks, and attends. Returns nullptr, or an error message; then nothing
 // was read or written.

@@ -95,8 +95,9 @@ struct Attend {
     static constexpr int SUMS = L::REGISTERS * 3 / 4;  // registers for sums; the others hold factors
     static constexpr std::size_t ELEMENT = S == Storage::f32 ? 4 : S == Storage::f16 ? 2 : 1;
 
-    static const std::uint8_t* head_of(const Tile& tile, int block) {
-        return tile.cache + tile.blocks[block] * tile.block_stride;
+    static const std::uint8_t* head_of(const Tile& tile, int column) {
+        const std::int64_t at = std::int64_t(column - tile.first_column) * tile.num_parts;
+        return tile.cache + tile.blocks[at] * tile.block_stride;
     }
 
     // Prefetches a line to the L2 cache, since L1 is too small for a segment's keys and values.
@@ -200,7 +201,7 @@ struct Attend {
             const std::uint8_t* head = head_of(tile, number * SEGMENT_BLOCKS + b);
             segment.values[b] = head + tile.layout.values();
             for (int g = 0; g < GROUPS; g++) segment.keys[b * GROUPS + g] = head + g * (tile.layout.values() / GROUPS);
-            const int next = lesser((number + 1) * SEGMENT_BLOCKS + b, tile.num_blocks - 1);
+            const int next = lesser((number + 1) * SEGMENT_BLOCKS + b, tile.num_columns - 1);
             segment.next[b] = is_last ? tile.next[b] : head_of(tile, next);
         }
         return segment;
@@ -332,10 +333,11 @@ struct Attend {
         }
     }
 
-    static void store(const KVLayout& layout, const Raw& raw, const float* value, std::uint8_t* head, int slot) {
+    static void store(const KVLayout& layout, const Raw& raw_key, const Raw& raw_value, std::uint8_t* head, int slot) {
         const int dim = layout.head_dim;
-        alignas(64) float key[MAX_HEAD_DIM];
-        prepare(raw, dim, key);
+        alignas(64) float key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
+        prepare(raw_key, dim, key);
+        prepare(raw_value, dim, value);
         std::uint8_t* keys = head + slot / LANES * (layout.values() / GROUPS);
         std::uint8_t* values = head + layout.values();
         const int lane = slot % LANES;
@@ -380,7 +382,7 @@ struct Attend {
 
 template <class L>
 struct Implementation {
-    static void store(const KVLayout& layout, const Raw& key, const float* value, std::uint8_t* head, int slot) {
+    static void store(const KVLayout& layout, const Raw& key, const Raw& value, std::uint8_t* head, int slot) {
         switch (layout.storage) {
             case Storage::f32:
                 return Attend<L, Storage::f32>::store(layout, key, value, head, slot);

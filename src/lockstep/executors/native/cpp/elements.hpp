@@ -5,8 +5,8 @@
 
 namespace lockstep::native {
 
-enum class Gate : int { silu, gelu_tanh, gelu_erf, relu, tanh };
-constexpr int GATES = 5;
+enum class Gate : int { silu, gelu_tanh, gelu_erf, relu, tanh, sigmoid, identity };
+constexpr int GATES = 7;
 enum class FloatType : int { f32, f16, bf16 };
 
 // Each function takes one row of n numbers, n >= 1, and may write its result over a row that it reads. A row depends

@@ -132,6 +132,10 @@ struct Elementwise {
                 return L::max(L::zero(), x);  // in this order NaN stays
             case Gate::tanh:
                 return M::tanh(x);
+            case Gate::sigmoid:
+                return logistic(L::set(1.f), x);
+            case Gate::identity:
+                return x;
             case Gate::gelu_erf:
                 break;
         }
@@ -157,6 +161,10 @@ struct Elementwise {
                 return activate_by<Gate::relu>(x, n, out);
             case Gate::tanh:
                 return activate_by<Gate::tanh>(x, n, out);
+            case Gate::sigmoid:
+                return activate_by<Gate::sigmoid>(x, n, out);
+            case Gate::identity:
+                return activate_by<Gate::identity>(x, n, out);
         }
     }
     template <Gate F>

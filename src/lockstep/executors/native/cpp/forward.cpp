@@ -14,11 +14,12 @@ namespace {
 constexpr std::int64_t BLOCK_ROWS = 48;          // rows that a thread takes through a part of the body
 constexpr std::int64_t SHARED_ROWS_PER_THREAD = 24;  // up to this, threads share features
 constexpr std::int64_t PARALLEL_ROWS = 8;        // with fewer, one thread normalises rows faster than several
-constexpr std::int64_t MAX_TOKENS = 1 << 20;
 constexpr std::int64_t LINE = 64;
 
+bool is_recurrent(const Op& op) { return op.action == Action::convolve || op.action == Action::delta; }
+
 // True if an operation needs other rows: all operations before it must have run for all rows.
-bool attends(const Op& op) { return op.action == Action::attention && op.part != Part::store; }
+bool attends(const Op& op) { return is_recurrent(op) || (op.action == Action::attention && op.part != Part::store); }
 
 // The largest number of positions that all tables of positions have.
 std::int64_t positions_of(const Program& p) {
@@ -26,14 +27,6 @@ std::int64_t positions_of(const Program& p) {
     for (std::int64_t i = 0; i < p.num_ops; i++)
         if (p.ops[i].action == Action::embed && p.ops[i].num_weights == 2)
             least = std::min(least, p.weights[p.ops[i].first_weight + 1].features - p.ops[i].offset);
-    return least;
-}
-
-// Number of token types that every embedding has; 1 if there are none.
-std::int64_t token_types(const std::vector<Op>& ops) {
-    std::int64_t least = MAX_TOKEN_TYPES;
-    for (const Op& op : ops)
-        if (op.action == Action::embed) least = std::min<std::int64_t>(least, std::max(op.columns, 1));
     return least;
 }
 
@@ -86,10 +79,13 @@ Forward::Forward(const Program& p, const char* isa, Pool* pool)
       buffers(p.buffers, p.buffers + p.num_buffers),
       vectors(p.vectors, p.vectors + p.num_vectors),
       rotaries(p.rotaries, p.rotaries + p.num_rotaries),
+      groups_of_layers(p.groups, p.groups + p.num_groups),
+      places_in_blocks(p.places, p.places + p.num_places),
       program(p),
       elements(*find_elements(isa)),
       products(*find_products(&elements)),
       kernel(*find_attention(isa)),
+      recurrent(*find_recurrent(isa)),
       pool(pool),
       shared_rows(std::max(BLOCK_ROWS, SHARED_ROWS_PER_THREAD * threads_of(pool))),
       places(buffers.size()),
@@ -97,6 +93,7 @@ Forward::Forward(const Program& p, const char* isa, Pool* pool)
       turns(rotaries.size()),
       num_stages(1),
       positions(positions_of(p)) {
+    program.groups = groups_of_layers.data(), program.places = places_in_blocks.data();
     for (const Op& op : ops) num_stages += op.action == Action::attention && op.part == Part::attend;
     for (std::size_t i = 0; i < buffers.size(); i++) {
         if (buffers[i].life == Life::step || std::int32_t(i) == p.logits) continue;
@@ -234,24 +231,25 @@ void Forward::row_of(const Weight& table, std::int64_t index, float factor, floa
 
 // What a row keeps in its block from stage to stage.
 float* Forward::kept(std::int64_t row) const {
-    const Place& place = row_places[row];
-    return reinterpret_cast<float*>(input.cache + place.block * program.block_bytes() + program.kept_at() +
+    const RowPlace& place = row_places[row];
+    return reinterpret_cast<float*>(input.cache + place.block * program.block_bytes + program.kept_at() +
                                     place.position % BLOCK_TOKENS * program.kept_bytes());
 }
 
 // Stores the keys and values of one row, which has queries, keys and values side by side.
 void Forward::store(const Op& op, const float* x, std::int64_t row) const {
-    const KVLayout layout = program.layout();
-    const Place& place = row_places[row];
-    std::uint8_t* block = input.cache + place.block * program.block_bytes() + op.layer * layout.block_bytes();
+    const KVLayout layout = program.layout(op);
+    const RowPlace& place = row_places[row];
+    const std::int64_t dim = layout.head_dim;
+    std::uint8_t* block = input.cache + place.block * program.block_bytes + program.places[op.place].offset;
     const std::int64_t pairs = op.rotary < 0 ? 0 : rotaries[op.rotary].num_pairs;
     const float* rotary = pairs ? turns[op.rotary].data() + place.position * 2 * pairs : nullptr;
-    const float* norm = op.vector < 0 ? nullptr : vectors.data() + op.vector + program.head_dim;
-    const float* keys = x + std::int64_t(program.heads) * program.head_dim;
-    const float* values = keys + std::int64_t(program.kv_heads) * program.head_dim;
-    for (int h = 0; h < program.kv_heads; h++, keys += program.head_dim, values += program.head_dim)
-        kernel.store(layout, {keys, norm, rotary, int(2 * pairs), op.epsilon}, values, block + h * layout.head_bytes(),
-                     place.position % BLOCK_TOKENS);
+    const auto norm = [&](int number) { return number < op.num_norms ? vectors.data() + op.vector + number * dim : nullptr; };
+    const float* keys = x + program.heads * dim;
+    const float* values = keys + layout.kv_heads * dim;
+    for (int h = 0; h < layout.kv_heads; h++, keys += dim, values += dim)
+        kernel.store(layout, {keys, norm(1), rotary, int(2 * pairs), op.epsilon}, {values, norm(2), nullptr, 0, op.epsilon},
+                     block + h * layout.head_bytes(), place.position % BLOCK_TOKENS);
 }
 
 // An operation that computes each row separately.
@@ -265,6 +263,18 @@ void Forward::one_row(const Op& op, std::int64_t row, const Span& span) const {
         std::memcpy(out, x, sizeof(float) * std::size_t(op.columns));
     else if (op.action == Action::add)
         elements.add(out, x, op.factor, op.columns, out);
+    else if (op.action == Action::rates)
+        rates(x, vectors.data() + op.vector, op.columns, out);
+    else
+        for (std::int32_t head = 0; head < op.heads; head++, x += op.stride, out += op.columns) one_part(op, x, out);
+}
+
+// An operation on one part of a row's columns.
+void Forward::one_part(const Op& op, const float* x, float* out) const {
+    if (op.action == Action::copy)
+        std::memcpy(out, x, sizeof(float) * std::size_t(op.columns));
+    else if (op.action == Action::multiply)
+        elements.gate(op.function, x, out, op.columns, out);
     else if (op.centred)
         elements.layer_norm(x, vectors.data() + op.vector, op.epsilon, op.columns, out);
     else
@@ -307,101 +317,48 @@ void Forward::run_segment(std::int64_t first, std::int64_t last) {
 
 const char* Forward::attend(const Op& op) {
     const bool rotates = op.rotary >= 0, is_kept = op.part == Part::attend;
-    lockstep::native::Step step{};
-    step.layout = program.layout();
+    const Place& place = program.places[op.place];
+    Step step = step_of(place.group, input);
+    step.layout = program.layout(op), step.part = place.part;
     step.heads = program.heads, step.window = op.window;
     step.rotary_dim = rotates ? 2 * rotaries[op.rotary].num_pairs : 0;
     step.scale = op.scale, step.epsilon = op.epsilon;
-    step.num_tokens = input.num_tokens, step.num_blocks = input.num_blocks, step.plan_size = input.plan_size;
+    step.num_norms = op.num_norms, step.only_reads = op.part == Part::read;
     step.projected = is_kept ? nullptr : reinterpret_cast<const float*>(step_memory[op.in].data);
     step.rotary = rotates ? turns[op.rotary].data() : nullptr;
-    step.norms = op.vector < 0 ? nullptr : vectors.data() + op.vector;
-    step.plan = input.plan;
-    const std::int64_t layer_at = op.layer * std::int64_t(step.layout.block_bytes());
+    step.norms = op.num_norms ? vectors.data() + op.vector : nullptr;
     const std::int64_t queries_at = program.kept_at() + op.in_at * std::int64_t(sizeof(float));
-    step.cache = input.cache + layer_at, step.block_stride = program.block_bytes();
-    step.totals = input.totals, step.totals_size = input.totals_size;
+    step.cache = input.cache + place.offset, step.block_stride = program.block_bytes;
     if (is_kept) step.queries = input.cache + queries_at, step.query_stride = program.kept_bytes();
     step.queries_bytes = input.num_blocks * step.block_stride - queries_at;
     step.out = reinterpret_cast<float*>(step_memory[op.out].data);
     step.projected_size = is_kept ? 0 : input.num_tokens * buffers[op.in].columns;
     step.rotary_size = rotates ? std::int64_t(turns[op.rotary].size()) : 0;
-    step.norms_size = step.norms ? 2 * program.head_dim : 0;
-    step.cache_bytes = input.num_blocks * step.block_stride - layer_at;
+    step.norms_size = std::int64_t(op.num_norms) * step.layout.head_dim;
+    step.cache_bytes = input.num_blocks * step.block_stride - place.offset;
     step.out_size = input.num_tokens * buffers[op.out].columns;
+    return attention(step, kernel, workers());
+}
+
+Workers Forward::workers() const {
     const auto run = [](void* pool, std::int64_t count, void (*item)(void*, std::int64_t), void* work) {
         claim(static_cast<Pool*>(pool), count, [&](std::int64_t i) { item(work, i); });
     };
-    return attention(step, kernel, Workers{threads_of(pool), run, pool});
+    return {threads_of(pool), run, pool};
 }
 
-const char* Forward::fault(const StepInput& step) const {
-    if (step.num_tokens < 1 || step.num_tokens > MAX_TOKENS || !step.ids) return "a step has 1 to 2^20 tokens";
-    if (!step.plan || step.plan_size < 1) return "the step has no plan";
-    if (step.block_bytes != program.block_bytes() || !step.cache || step.num_blocks < 1) return "the step has no KV blocks";
-    if (step.stage < 0 || step.stage >= num_stages) return "the program has no such stage";
-    if ((step.totals != nullptr) != (program.kept > 0)) return "total lengths are those of a program with stages";
-    for (std::int64_t i = 0; i < step.num_tokens; i++)
-        if (step.ids[i] < 0 || step.ids[i] >= program.vocab_size) return "a token is not of the vocabulary";
-    const std::int64_t num_types = step.types ? token_types(ops) : 0;
-    for (std::int64_t i = 0; step.types && i < step.num_tokens; i++)
-        if (step.types[i] < 0 || step.types[i] >= num_types) return "a token has no such type";
-    const std::int64_t columns = buffers[program.hidden].columns, rows = step.num_hidden_rows;
-    if (rows && step.stage + 1 < num_stages) return "only the last stage has hidden states";
-    if (rows < 0 || rows > step.num_tokens || (rows && (!step.hidden_rows || !step.hidden || step.hidden_size < rows * columns)))
-        return "hidden states have no room";
-    for (std::int64_t i = 0; i < rows; i++)
-        if (step.hidden_rows[i] < 0 || step.hidden_rows[i] >= step.num_tokens) return "a row is not of the step";
-    if (const char* wrong = plan_fault(step.plan, step.plan_size, step.totals, step.totals_size, step.num_tokens, step.num_blocks))
-        return wrong;
-    const std::int64_t num_sequences = step.plan[0];
-    const std::int32_t *past = step.plan + 1, *begins = past + num_sequences;
-    for (std::int64_t s = 0; s < num_sequences; s++) {
-        const std::int64_t length = step.totals ? step.totals[s] : past[s] + std::int64_t(begins[s + 1]) - begins[s];
-        if (length > positions) return "a sequence is longer than the table of positions";
-        if (step.totals && length > MAX_TOKENS) return "a sequence has more than 2^20 tokens";
-    }
-    return nullptr;
-}
-
-// Allocates room for the step's rows and their rotations. Positions follow from the plan.
-void Forward::prepare(const StepInput& step) {
-    input = step;
-    for (std::size_t i = 0; i < buffers.size(); i++)
-        if (buffers[i].life == Life::step) step_memory[i].reserve(step.num_tokens * buffers[i].row_bytes());
-    const std::int64_t num_sequences = step.plan[0];
-    const std::int32_t *past = step.plan + 1, *begins = past + num_sequences;
-    row_places.resize(std::size_t(step.num_tokens));
-    const std::int32_t *table_begins = begins + num_sequences + 1, *blocks = table_begins + num_sequences + 1;
-    for (std::int64_t s = 0; s < num_sequences; s++)
-        for (std::int32_t row = begins[s]; row < begins[s + 1]; row++) {
-            const std::int32_t position = past[s] + row - begins[s];
-            row_places[row] = {blocks[table_begins[s] + position / BLOCK_TOKENS], position};
-        }
-    if (program.kept) return turn_positions(step.totals, num_sequences);
-    for (std::size_t i = 0; i < rotaries.size(); i++) {
-        const Rotary& each = rotaries[i];
-        turns[i].resize(std::size_t(step.num_tokens) * 2 * each.num_pairs);
-        for (std::int64_t s = 0; s < num_sequences; s++)
-            for (std::int64_t row = begins[s]; row < begins[s + 1]; row++)
-                elements.rotation(vectors.data() + each.vector, past[s] + row - begins[s], each.factor, each.num_pairs,
-                                  &turns[i][std::size_t(row) * 2 * each.num_pairs]);
-    }
-}
-
-// The rotations of all positions up to the longest sequence. They are kept, for each stage of each text needs them.
-void Forward::turn_positions(const std::int32_t* totals, std::int64_t num_sequences) {
-    std::int64_t longest = 0;
-    for (std::int64_t s = 0; s < num_sequences; s++) longest = std::max<std::int64_t>(longest, totals[s]);
-    for (std::size_t i = 0; i < rotaries.size(); i++) {
-        const Rotary& each = rotaries[i];
-        const std::int64_t columns = 2 * each.num_pairs, known = std::int64_t(turns[i].size()) / columns;
-        if (longest <= known) continue;
-        turns[i].resize(std::size_t(longest * columns));
-        for (std::int64_t position = known; position < longest; position++)
-            elements.rotation(vectors.data() + each.vector, position, each.factor, each.num_pairs,
-                              &turns[i][std::size_t(position * columns)]);
-    }
+// A convolution or a delta rule over all rows of the step.
+void Forward::recur(const Op& op) {
+    const float* x = reinterpret_cast<const float*>(step_memory[op.in].data) + op.in_at;
+    float* out = reinterpret_cast<float*>(step_memory[op.out].data) + op.out_at;
+    const std::int64_t x_stride = buffers[op.in].columns, out_stride = buffers[op.out].columns;
+    const Place* places = program.places + op.place;
+    if (op.action == Action::delta)
+        return delta_rule({program.delta, x, out, x_stride, out_stride, places}, states_of(input), recurrent, workers());
+    const float* weights = vectors.data() + op.vector;
+    const float* biases = weights + std::int64_t(op.taps) * op.columns;
+    convolve({x, out, x_stride, out_stride, op.columns, weights, biases, op.taps, op.function, *places}, states_of(input), recurrent,
+             workers());
 }
 
 // Runs the final part and the head over some rows, as many at a time as there is room for: put(row, count, span) writes
@@ -437,7 +394,7 @@ const char* Forward::step(const StepInput& step) try {
         run_segment(first, i);
         first = i + 1;
         if (i < last)
-            if (const char* wrong = attend(ops[i])) return wrong;
+            if (const char* wrong = is_recurrent(ops[i]) ? (recur(ops[i]), nullptr) : attend(ops[i])) return wrong;
     }
     if (step.stage + 1 < num_stages) return nullptr;
     const std::int64_t columns = buffers[program.hidden].columns;

@@ -12,13 +12,28 @@
 
 namespace lockstep::native {
 
-// A step, or one stage of it: T tokens, and the requested results.
+constexpr std::int64_t MAX_TOKENS = 1 << 20;  // of a step
+
+// Block tables of a group with a window.
+struct WindowTables {
+    const std::int32_t* plan;  // as StepInput::plan, with the tables of this group
+    std::int64_t plan_size;
+    const std::int32_t* first_columns;  // [S]: the column with which each table begins
+};
+
+// A step, or one stage of it: T tokens of S sequences, and the requested results.
 struct StepInput {
     std::int64_t num_tokens;
     const std::int64_t* ids;      // [T]
     const std::int32_t* types;    // [T] token types; nullptr: all are 0
     const std::int32_t* plan;     // the format of attention.hpp
     std::int64_t plan_size;
+    const WindowTables* windows;
+    std::int64_t num_windows;
+    // [S][2][blocks of a state]: the state before each sequence's tokens, and the one after them. Both are the same
+    // blocks, or have none in common. -1 in the place of all blocks before: that state is zero.
+    const std::int32_t* states;
+    std::int64_t states_size;
     const std::int32_t* totals;   // total lengths of the sequences of a program with stages; else nullptr
     std::int64_t totals_size, stage;
     std::uint8_t* cache;          // [num_blocks][block_bytes]: the layers, and what rows keep
@@ -65,9 +80,14 @@ public:
 private:
     struct Span;
     const char* fault(const StepInput&) const;
+    const char* tables_fault(const StepInput&) const;
+    Step step_of(std::int32_t group, const StepInput&) const;
     void prepare(const StepInput&);
     void run_segment(std::int64_t first, std::int64_t last);
+    Workers workers() const;
+    States states_of(const StepInput&) const;
     const char* attend(const Op&);
+    void recur(const Op&);
     template <class F, class G>
     void run_rows(std::int64_t num_rows, std::int64_t first, std::int64_t last, float* logits, const F& put,
                   const G& take) const;
@@ -77,6 +97,7 @@ private:
     void one_row(const Op&, std::int64_t row, const Span&) const;
     void embed(const Op&, std::int64_t row, const Span&) const;
     void store(const Op&, const float* x, std::int64_t row) const;
+    void one_part(const Op&, const float* x, float* out) const;
     void row_of(const Weight& table, std::int64_t index, float factor, float* out) const;
     float* kept(std::int64_t row) const;
     void product(const Op&, const Span&) const;
@@ -94,10 +115,13 @@ private:
     std::vector<Buffer> buffers;
     std::vector<float> vectors;
     std::vector<Rotary> rotaries;
+    std::vector<Group> groups_of_layers;
+    std::vector<Place> places_in_blocks;
     Program program;  // its arrays are the ones above
     const Elements& elements;
     const Products& products;
     const AttentionKernel& kernel;
+    const RecurrentKernel& recurrent;
     Pool* pool;
     std::int64_t shared_rows;  // up to this many rows, threads share features
     std::int64_t area_row_bytes = 0;
@@ -106,10 +130,10 @@ private:
     std::vector<Memory> step_memory;   // of buffers that exist for a step
     std::vector<std::vector<float>> turns;  // by rotation: [T][2 * num_pairs]; with stages: by position
     std::int64_t num_stages, positions;      // positions: rows of the table of positions
-    struct Place {
+    struct RowPlace {
         std::int32_t block, position;
     };
-    std::vector<Place> row_places;  // [T], of a program with stages
+    std::vector<RowPlace> row_places;  // [T], of a program with stages
     StepInput input{};
     std::int64_t num_tokens = 0;  // of the latest step; 0: it failed
 };

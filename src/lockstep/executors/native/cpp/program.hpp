@@ -5,6 +5,9 @@
 // part computes the hidden states of the requested rows, and the head computes their logits. Every operation except
 // attention computes each row separately.
 //
+// Keys, values and states of sequences lie in blocks of one pool. A group of layers has a column of blocks for every
+// BLOCK_TOKENS positions, or for a whole state; `Place` tells where a layer lies in the column of its group.
+//
 // Where attention looks both ways, a row needs the keys and values of later ones. Such a program has stages: each
 // `attend` begins the next one, which may run when the stage before it has run for all rows of a sequence. Between two
 // stages, a row's values stay in its KV block: `save` writes them, `load` and `attend` read them.
@@ -13,6 +16,7 @@
 #include "attention.hpp"
 #include "elements.hpp"
 #include "product.hpp"
+#include "recurrent.hpp"
 
 namespace lockstep::native {
 
@@ -28,13 +32,25 @@ namespace lockstep::native {
 //   gate       out = function(in times the first weight) * (in times the second one), or without the second factor if
 //              there is one weight; the biases at `vector`, side by side, are added to the products
 //   add        out = out + in * factor
-//   attention  out = attention of queries, keys and values in `in`, with norms of heads at `vector`; by its part, this
-//              only stores the keys and values of `in`, or it only attends, with the queries that are kept from column
-//              in_at on
+//   attention  out = attention of queries, keys and values in `in`, with heads of `columns` dimensions. `num_norms` norms
+//              of heads at `vector`: of queries, keys and values, in this order. Keys and values lie at `place`. By its
+//              part, this only stores the keys and values of `in`; or it only attends, with the queries that are kept
+//              from column in_at on; or `in` has only queries, which read the keys and values of another layer
+//   multiply   out = function(in) * out
+//   copy       out = in
+//   rates      out = betas and decays of a delta rule with `columns` value heads, of its inputs in `in` (`rates` of
+//              recurrent.hpp). At `vector` are the rates, and then the biases
+//   convolve   out = function(convolution of `columns` channels of in over `taps` rows). At `vector` are weights
+//              [taps][columns], and then biases. The state lies at `place`
+//   delta      out = the delta rule of Program::delta over in. The states of the value heads lie at the places from
+//              `place` on
 //   load       out = the row's kept columns from in_at on
 //   save       the row's kept columns from out_at on = in
-enum class Action : std::int32_t { embed, norm, quantise, product, gate, add, attention, load, save };
-enum class Part : std::int32_t { whole, store, attend };
+//
+// Norms, multiply and copy process `heads` parts of `columns` columns, one by one. They begin `stride` columns apart in
+// `in`, and lie side by side in `out`.
+enum class Action : std::int32_t { embed, norm, quantise, product, gate, add, attention, load, save, multiply, copy, rates, convolve, delta };
+enum class Part : std::int32_t { whole, store, attend, read };
 
 struct Op {
     Action action;
@@ -42,11 +58,15 @@ struct Op {
     std::int32_t in_groups;  // a buffer of groups, for weights in panels; -1: none
     std::int32_t out;
     std::int32_t in_at, out_at;  // the first column
-    std::int32_t columns;        // of norm, quantise, add, load and save; of embed the number of token types
+    // Of operations of rows; of embed the number of token types; of attention a head's size; of rates the value heads; of
+    // convolve the channels.
+    std::int32_t columns;
     std::int32_t first_weight, num_weights;
     std::int32_t vector;  // -1: none
-    std::int32_t layer, window, rotary;  // of attention; rotary -1: heads are not rotated
+    std::int32_t place;   // the first one in Program::places
+    std::int32_t window, rotary, kv_heads, num_norms;  // of attention; rotary -1: heads are not rotated
     std::int32_t adds, offset, centred;
+    std::int32_t heads, stride, taps;
     Part part;
     Gate function;
     float epsilon, factor, divisor, scale;  // scale: of attention scores
@@ -54,6 +74,8 @@ struct Op {
 
 constexpr int MAX_POSITION_COLUMNS = 1 << 13;  // of a table of positions
 constexpr int MAX_TOKEN_TYPES = 1 << 10;
+constexpr int MAX_GROUPS = 1 << 10, MAX_PARTS = 1 << 16;
+constexpr std::int64_t MAX_BLOCK_BYTES = std::int64_t(1) << 30;
 
 constexpr int NUM_TYPES = KINDS + 3;  // of weights: kinds of panels, then F32, F16 and BF16 as they are stored
 
@@ -82,6 +104,13 @@ struct Buffer {
     }
 };
 
+// Layers whose keys and values, or states, a sequence keeps in the same way.
+struct Group {
+    std::int32_t num_parts;  // blocks of a column
+    std::int32_t window;     // positions that its layers see, where earlier columns may be missing; 0: all are there
+    std::int32_t is_state;   // a sequence has one column, whose content changes with every token
+};
+
 // Frequencies of a rotation, in Program::vectors.
 struct Rotary {
     std::int32_t vector, num_pairs;
@@ -101,14 +130,21 @@ struct Program {
     std::int64_t num_rotaries;
     // Buffers: result of the body, its rows for the rest, and results. Without a head, there are no logits: -1.
     std::int32_t state, gathered, hidden, logits;
-    std::int32_t num_layers, heads, kv_heads, head_dim;
-    std::int32_t storage, vocab_size;
-    std::int32_t kept;  // floats of each row that stay in its block from stage to stage, after all layers; 0: one stage
+    std::int32_t heads, storage, vocab_size;
+    std::int32_t kept;  // floats of each row that stay at the end of its block from stage to stage; 0: one stage
+    const Group* groups;
+    std::int64_t num_groups;  // the first one has all columns; a group of states is the last one
+    const Place* places;
+    std::int64_t num_places, block_bytes;
+    DeltaShape delta;  // of all delta rules
 
-    KVLayout layout() const { return {kv_heads, head_dim, Storage(storage)}; }
-    std::int64_t kept_at() const { return num_layers * std::int64_t(layout().block_bytes()); }
+    KVLayout layout(const Op& op) const { return {op.kv_heads, op.columns, Storage(storage)}; }
     std::int64_t kept_bytes() const { return kept * std::int64_t(sizeof(float)); }
-    std::int64_t block_bytes() const { return kept_at() + BLOCK_TOKENS * kept_bytes(); }
+    std::int64_t kept_at() const { return block_bytes - BLOCK_TOKENS * kept_bytes(); }
+    // Groups with a window, which follow the first one.
+    std::int64_t num_windows() const { return num_groups - 1 - (state_parts() > 0); }
+    // Blocks of a state; 0: no layer has one.
+    std::int32_t state_parts() const { return groups[num_groups - 1].is_state ? groups[num_groups - 1].num_parts : 0; }
 };
 
 // Checks a program. Returns nullptr, or an error message. A valid program never accesses memory that it does not name.
