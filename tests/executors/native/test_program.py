@@ -25,7 +25,8 @@ ATTENTION = "attention"
 
 def program_of(shape: Shape, encoding: str = "F32", **changes: object) -> Program:
     """The program of one layer of a random model."""
-    artifact = random_artifact(replace(shape, num_layers=1, mixers=(), windows=shape.windows[:1], unrotated_layers=()), encoding)
+    one = replace(shape, num_layers=1, mixers=(), windows=shape.windows[:1], unrotated_layers=())
+    artifact = random_artifact(one, encoding)
     config: ModelConfig = replace(artifact.config, **changes)  # type: ignore[arg-type]  # fields by name
     weights: ModelWeights = load_weights(artifact, library(), None, None, 0, lambda stage, share: None)
     half = (config.head_dim if config.rotary_dim is None else config.rotary_dim) // 2
@@ -125,7 +126,7 @@ def test_any_configuration_is_a_program_that_runs(
     shape = replace(
         TINY[name], num_layers=1, hidden_size=16 * hidden, intermediate_size=24 * inner, vocab_size=vocab,
         num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, tied_embeddings=tied, windows=(),
-        rotary_dim=None, unrotated_layers=(),
+        rotary_dim=None, unrotated_layers=(), mixers=(),
     )  # fmt: skip
     tokens = (np.arange(length) % vocab).tolist()
     with loaded(random_artifact(shape, "F32"), 4, 0, quantize=quantize) as executor:

@@ -28,6 +28,7 @@ from tests.golden_hybrids import (
     transformers_hybrid_logits,
 )
 from tools.golden.hybrid_cases import HYBRID_CASES, HYBRID_GGUF_CASES, POSITIONS, hybrid_token_ids
+from tools.random_hybrids import DeltaShape
 from tools.random_models import SHAPES
 
 Floats = npt.NDArray[np.float32]
@@ -101,6 +102,21 @@ def executor(artifact: Artifact) -> Iterator[NativeExecutor]:
 
 
 def test_logits_are_those_of_the_definition(artifact: Artifact) -> None:
+    tokens = random_tokens(artifact)
+    with loaded(artifact, 8, 0, kv_cache_precision="f32") as executor:
+        logits = whole(executor, tokens)
+    expected = hybrid_logits(artifact, tokens)
+    assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    "net",
+    [DeltaShape(1, 3, 8, 20, 2), DeltaShape(2, 4, 3, 5, 5), DeltaShape(2, 4, 40, 24, 4), DeltaShape(3, 3, 130, 7, 3)],
+    ids=str,
+)
+def test_delta_nets_of_any_shape_are_right(net: DeltaShape) -> None:
+    """Sizes that are no multiple of a vector, and other numbers of taps."""
+    artifact = random_artifact(replace(SHAPES["tiny-qwen35"], delta_net=net), "F32")
     tokens = random_tokens(artifact)
     with loaded(artifact, 8, 0, kv_cache_precision="f32") as executor:
         logits = whole(executor, tokens)
