@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,13 @@ from tests.artifacts.hybrid_reference import hybrid_logits
 from tests.executors.native.loading import EACH_ISA, loaded
 from tests.executors.native.support import random_artifact
 from tests.executors.native.test_packs import library
+from tests.golden_hybrids import (
+    llama_cpp_hybrid_logits,
+    open_gguf_hybrid,
+    open_huggingface_hybrid,
+    transformers_hybrid_logits,
+)
+from tools.golden.hybrid_cases import HYBRID_CASES, HYBRID_GGUF_CASES, POSITIONS, hybrid_token_ids
 from tools.random_hybrids import DeltaShape
 from tools.random_models import SHAPES
 
@@ -114,6 +122,36 @@ def test_delta_nets_of_any_shape_are_right(net: DeltaShape) -> None:
         logits = whole(executor, tokens)
     expected = hybrid_logits(artifact, tokens)
     assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", HYBRID_CASES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    ids = hybrid_token_ids(HYBRID_CASES[name].shape).tolist()
+    with loaded(open_huggingface_hybrid(name, tmp_path), 8, 0, kv_cache_precision="f32") as executor:
+        logits = long_logits(executor, ids)
+    assert np.abs(logits - transformers_hybrid_logits(name)).max() <= 1e-4
+
+
+GGUF_CASES = [(name, encoding) for name, case in HYBRID_GGUF_CASES.items() for encoding in case.encodings]
+
+
+@pytest.mark.parametrize(("name", "encoding"), GGUF_CASES)
+def test_logits_are_those_of_llama_cpp(name: str, encoding: str, tmp_path: Path) -> None:
+    ids = hybrid_token_ids(HYBRID_GGUF_CASES[name].shape).tolist()
+    with loaded(open_gguf_hybrid(name, encoding, tmp_path), 8, 0, kv_cache_precision="f32") as executor:
+        logits = long_logits(executor, ids)
+    golden = llama_cpp_hybrid_logits(name, encoding)
+    errors = np.linalg.norm(logits - golden, axis=1) / np.linalg.norm(golden, axis=1)
+    assert errors.max() <= {"F32": 1e-5, "Q8_0": 8e-2}[encoding], "5.7e-2 was seen: it rounds activations differently"
+
+
+def long_logits(executor: NativeExecutor, ids: Sequence[int]) -> Floats:
+    """Logits at the golden positions, of a prompt in two chunks."""
+    num_columns, num_parts = -(-len(ids) // 32), executor.geometry.groups[-1].num_parts
+    table, state = tuple(range(1, 1 + num_columns)), tuple(range(1 + num_columns, 1 + num_columns + num_parts))
+    executor.allocate(num_columns + num_parts, 0)
+    parts = [step(executor, Chunk(ids[:300], 0, table, state)), step(executor, Chunk(ids[300:], 300, table, state))]
+    return np.concatenate([part[0] for part in parts])[list(POSITIONS)]
 
 
 @pytest.mark.parametrize("seed", range(3))
