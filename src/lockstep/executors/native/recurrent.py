@@ -30,11 +30,12 @@ def delta_net(builder: _Builder, layer: int, normed: int) -> int:
     net, own = builder.config.delta_net, f"model.layers.{layer}.linear_attn."
     assert net is not None, "a layer of this kind has shapes"
     channels, heads, values = net.num_channels, net.num_value_heads, net.num_value_heads * net.value_dim
-    mixed = builder._buffer("mixed", channels + values + 2 * heads, is_of_step=True)
-    convolved = builder._buffer("convolved", channels + 2 * heads, is_of_step=True)
-    out = builder._buffer("recurrent results", values, is_of_step=True)
+    mixed = builder._buffer("inputs of delta nets", channels + values + 2 * heads, is_of_step=True)
+    convolved = builder._buffer("convolved inputs of delta nets", channels + 2 * heads, is_of_step=True)
+    out = builder._buffer("results of delta nets", values, is_of_step=True)
     builder._product(normed, [f"{own}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")], mixed)
-    builder._add(Action.RATES, convolved, in_=mixed, in_at=channels + values, out_at=channels, columns=heads,
+    builder._add(
+        Action.RATES, convolved, in_=mixed, in_at=channels + values, out_at=channels, columns=heads,
         vector=builder._add_vector(np.concatenate([_rates(builder, net, own), builder.vector(f"{own}dt_bias", heads)])),
     )  # fmt: skip
     place = builder._add_places(layer)
@@ -43,7 +44,8 @@ def delta_net(builder: _Builder, layer: int, normed: int) -> int:
     for at, length in ((0, net.key_dim**-0.5), (keys, 1.0)):
         _scale_heads(builder, convolved, at, net, length)
     builder._add(Action.DELTA, out, in_=convolved, place=place + 1)
-    builder._add(Action.NORM, out, in_=out, columns=net.value_dim, heads=heads, stride=net.value_dim,
+    builder._add(
+        Action.NORM, out, in_=out, columns=net.value_dim, heads=heads, stride=net.value_dim,
         vector=builder._add_vector(builder.vector(f"{own}norm.weight", net.value_dim)),
         epsilon=builder.config.rms_norm_eps,
     )  # fmt: skip
@@ -55,10 +57,10 @@ def convolution(builder: _Builder, layer: int, normed: int) -> int:
     """Add a short convolution between two products; the buffer of its results, before the last projection."""
     config, own = builder.config, f"model.layers.{layer}.conv."
     size = config.hidden_size
-    mixed = builder._buffer("mixed", 3 * size, is_of_step=True)
-    out = builder._buffer("recurrent results", size, is_of_step=True)
+    mixed = builder._buffer("gates and inputs of convolutions", 3 * size, is_of_step=True)
+    out = builder._buffer("convolved inputs", size, is_of_step=True)
     builder._product(normed, [f"{own}in_proj.weight"], mixed)  # the first gate, the second one, and inputs
-    inputs = builder._buffer("gated inputs", size, is_of_step=True)
+    inputs = builder._buffer("gated inputs of convolutions", size, is_of_step=True)
     builder._add(Action.COPY, inputs, in_=mixed, in_at=2 * size, columns=size)
     multiply(builder, mixed, inputs, size)
     _convolve(builder, inputs, out, f"{own}conv", (size, config.conv_taps), builder._add_places(layer))
