@@ -111,7 +111,7 @@ CHANGES: dict[str, tuple[Action, dict[str, int]]] = {
     "embedding's numbers": (Action.EMBED, {"vector": 2**31 - 1}),
     "columns of its weights": (Action.GATE, {"num_weights": 3}),
     "gate's biases": (Action.GATE, {"vector": 2**31 - 1}),
-    "no such function": (Action.GATE, {"function": 5}),
+    "no such function": (Action.GATE, {"function": 7}),
 }
 
 

@@ -197,9 +197,7 @@ class _Builder:
             self._add(Action.ATTENTION, mixed, in_=together, **fields)
         if config.attention_gate:
             size = config.head_dim
-            multiply(
-                self, projected, mixed, size, at=size, function="sigmoid", heads=config.num_heads, stride=2 * size
-            )
+            multiply(self, projected, mixed, size, at=size, function="sigmoid", heads=config.num_heads, stride=2 * size)
         self._to_state(mixed, f"{own}o_proj.weight", prefix, norms.after_attention)
 
     def _place(self, layer: int) -> int:
