@@ -72,7 +72,8 @@ def _layer(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def head_dim_of(shape: Shape, layer: int) -> int:
-    return shape.head_dim if shape.windows[layer] or shape.full_head_dim is None else shape.full_head_dim
+    has_window = bool(shape.windows) and shape.windows[layer] > 0
+    return shape.head_dim if has_window or shape.full_head_dim is None else shape.full_head_dim
 
 
 def flattened(shape: Shape, name: str, tensor: Array) -> Array:
