@@ -123,11 +123,12 @@ def _check_config(artifact: Artifact) -> None:
             f"the executor does not support the architecture {config.architecture!r}; it supports {known}",
             path=artifact.path,
         )
-    if config.head_dim % HEAD_DIM_UNIT or config.head_dim > MAX_HEAD_DIM:
-        raise UnsupportedArtifactError(
-            f"heads have {config.head_dim} dimensions; this must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}",
-            path=artifact.path,
-        )
+    for head_dim in (config.head_dim, config.full_head_dim or config.head_dim):
+        if head_dim % HEAD_DIM_UNIT or head_dim > MAX_HEAD_DIM:
+            raise UnsupportedArtifactError(
+                f"heads have {head_dim} dimensions; this must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}",
+                path=artifact.path,
+            )
 
 
 def _frequencies(config: ModelConfig) -> Frequencies:

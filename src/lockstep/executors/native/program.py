@@ -10,6 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from lockstep.artifacts.gemma4 import (
+    AFTER_PER_LAYER,
+    LAYER_SCALAR,
+    PER_LAYER_EMBEDDING,
+    PER_LAYER_GATE,
+    PER_LAYER_NORM,
+    PER_LAYER_OUT,
+    PER_LAYER_PROJECTION,
+)
 from lockstep.artifacts.layout import EMBEDDING, EMBEDDING_NORM, FINAL_NORM, LM_HEAD, POSITIONS, TOKEN_TYPE, layer_norms
 from lockstep.artifacts.model import ModelConfig
 from lockstep.core.groups import ONE_GROUP
@@ -102,6 +111,7 @@ class _Builder:
             if is_staged and layer == config.num_layers - 1:
                 program.state = self._buffer("result", config.hidden_size, is_of_step=True)
             self._mlp(layer)
+            self._end_layer(layer)
         if is_staged:
             self._end_encoder()
         else:
@@ -120,6 +130,38 @@ class _Builder:
         )  # fmt: skip
         if config.embedding_norm:
             self._norm(self.state, self.state, EMBEDDING_NORM, config.hidden_size)
+        if config.per_layer_size:
+            self._embed_layers()
+
+    def _embed_layers(self) -> None:
+        """A token's embedding for each layer, side by side: (row of a table * sqrt(size) + norm(product of the
+        token's own embedding / sqrt(its size))) / sqrt(2), with factors multiplied into the first and the norm."""
+        config, size = self.config, self.config.per_layer_size
+        columns, share = size * config.num_layers, 0.5**0.5
+        embedded = self._buffer("embeddings of layers", columns, is_of_step=True)
+        projected = self._buffer("projected embeddings of layers", columns)
+        self._add(Action.EMBED, embedded, factor=size**0.5 * share, **self._weights([PER_LAYER_EMBEDDING]))
+        self._product(self.state, [PER_LAYER_PROJECTION], projected, divisor=config.hidden_size**0.5)
+        weights = self._norm_weights(PER_LAYER_NORM, size) * np.float32(share)
+        self._add(
+            Action.NORM, projected, in_=projected, columns=size, heads=config.num_layers, stride=size,
+            vector=self._add_vector(weights), epsilon=config.rms_norm_eps,
+        )  # fmt: skip
+        self._add(Action.ADD, embedded, in_=projected, columns=columns)
+
+    def _end_layer(self, layer: int) -> None:
+        """Add what the layer makes of the token's embedding for it, and scale the state."""
+        config, prefix, size = self.config, f"model.layers.{layer}.", self.config.per_layer_size
+        if size:
+            embedded, gates = self._names["embeddings of layers"], self._buffer("gates of a layer", size)
+            inputs = self._buffer("inputs of a layer", size)
+            self._product(self.state, [prefix + PER_LAYER_GATE], gates)
+            self._add(Action.COPY, inputs, in_=embedded, in_at=layer * size, columns=size)
+            multiply(self, gates, inputs, size, function=config.activation)
+            self._to_state(inputs, prefix + PER_LAYER_OUT, prefix, AFTER_PER_LAYER)
+        if config.layer_scalars and self.has(prefix + LAYER_SCALAR):
+            [factor] = self.vector(prefix + LAYER_SCALAR, 1).tolist()
+            self._add(Action.SCALE, self.state, in_=self.state, columns=config.hidden_size, factor=factor)
 
     def _end_decoder(self) -> None:
         config, program = self.config, self.program
@@ -131,6 +173,9 @@ class _Builder:
         program.logits = self._buffer("logits", config.vocab_size)
         head = EMBEDDING if config.tied_embeddings else LM_HEAD
         self._product(program.hidden, [head], program.logits, divisor=config.logits_divisor)
+        if config.logits_cap:
+            cap = {"columns": config.vocab_size, "factor": config.logits_cap}
+            self._add(Action.CAP, program.logits, in_=program.logits, **cap)
 
     def _end_encoder(self) -> None:
         """The last stage ends with the hidden states. The head is applied to vectors that were pooled from them."""
@@ -162,15 +207,17 @@ class _Builder:
 
     def _attention(self, layer: int) -> None:
         config, prefix, norms = self.config, f"model.layers.{layer}.", layer_norms(self.config)
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        own = f"{prefix}self_attn."
-        together = self._buffer("queries, keys and values", queries + 2 * keys, is_of_step=not config.bidirectional)
-        mixed = self._buffer("attended", queries, is_of_step=True)
+        head_dim, kv_heads = config.head_dim_of(layer), config.kv_heads_of(layer)
+        queries, keys = config.num_heads * head_dim, kv_heads * head_dim
+        own, parts = f"{prefix}self_attn.", "qkv" if config.owns_kv(layer) else "q"
+        columns = queries + (2 * keys if config.owns_kv(layer) else 0)
+        together = self._buffer(f"attention {columns}", columns, is_of_step=not config.bidirectional)
+        mixed = self._buffer(f"attended {queries}", queries, is_of_step=True)
         before = norms.before_attention if layer or config.first_norm else None
         projected = together
         if config.attention_gate:
             projected = self._buffer("queries, gates, keys and values", 2 * (queries + keys), is_of_step=True)
-        self._product(self._normed(prefix, before), [f"{own}{each}_proj.weight" for each in "qkv"], projected)
+        self._product(self._normed(prefix, before), [f"{own}{each}_proj.weight" for each in parts], projected)
         if config.attention_gate:
             separate_gates(self, projected, together, 2 * keys)
         of_heads: dict[str, int] = {}
@@ -178,13 +225,15 @@ class _Builder:
             self._norm(together, together, f"{own}q_norm", queries)
             self._norm(together, together, f"{own}k_norm", keys, at=queries)
         elif config.qk_norm:
-            each_head = [self._norm_weights(f"{own}{each}_norm", config.head_dim) for each in "qk"]
-            of_heads = {"vector": self._add_vector(np.concatenate(each_head)), "num_norms": 2}
-        scale = 1.0 / math.sqrt(config.head_dim) if config.attention_scale is None else config.attention_scale
-        window = config.windows[layer] if config.windows else 0
+            each_head = [self._norm_weights(f"{own}{each}_norm", head_dim) for each in parts if each != "v"]
+            if config.value_norm and config.owns_kv(layer):
+                each_head.append(np.ones(head_dim, np.float32))
+            of_heads = {"vector": self._add_vector(np.concatenate(each_head)), "num_norms": len(each_head)}
+        scale = 1.0 / math.sqrt(head_dim) if config.attention_scale is None else config.attention_scale
+        window = config.window_of(layer)
         fields: dict[str, float] = {
             "place": self._place(layer), "window": window, "rotary": self._rotary(layer), "scale": scale,
-            "columns": config.head_dim, "kv_heads": config.num_kv_heads, "epsilon": config.rms_norm_eps, **of_heads,
+            "columns": head_dim, "kv_heads": kv_heads, "epsilon": config.rms_norm_eps, **of_heads,
         }  # fmt: skip
         if config.bidirectional:
             size = config.hidden_size
@@ -194,7 +243,8 @@ class _Builder:
             self._add(Action.ATTENTION, mixed, in_at=size, part=AttentionPart.ATTEND, **fields)
             self._add(Action.LOAD, self.state, columns=size)
         else:
-            self._add(Action.ATTENTION, mixed, in_=together, **fields)
+            part = AttentionPart.WHOLE if config.owns_kv(layer) else AttentionPart.READ
+            self._add(Action.ATTENTION, mixed, in_=together, part=part, **fields)
         if config.attention_gate:
             size = config.head_dim
             multiply(self, projected, mixed, size, at=size, function="sigmoid", heads=config.num_heads, stride=2 * size)
@@ -216,7 +266,8 @@ class _Builder:
         config, prefix, norms = self.config, f"model.layers.{layer}.", layer_norms(self.config)
         gate, up, down = (f"{prefix}mlp.{each}_proj.weight" for each in ("gate", "up", "down"))
         is_packed = self.matrices[down].encoding in KINDS
-        gated = self._buffer(f"gated{' groups' * is_packed}", config.intermediate_size, is_groups=is_packed)
+        size = config.intermediate_size_of(layer)
+        gated = self._buffer(f"{size} gated{' groups' * is_packed}", size, is_groups=is_packed)
         normed = self._normed(prefix, norms.before_mlp)
         self._gate(normed, [gate, up] if config.gated else [up], gated, config.activation)
         self._to_state(gated, down, prefix, norms.after_mlp)
@@ -296,7 +347,7 @@ class _Builder:
         config = self.config
         if layer in config.unrotated_layers:
             return NONE
-        return int(config.local_rope_theta is not None and bool(config.windows) and config.windows[layer] > 0)
+        return int(config.local_rope_theta is not None and config.window_of(layer) > 0)
 
     def _weights(self, names: list[str]) -> dict[str, int]:
         first = len(self.program.weights)
