@@ -1,5 +1,5 @@
-"""Hybrids over 500 tokens: what fewer bits of keys and values cost beside transformers, the bits of long prompts however
-they are cut, and facts of the conversion that would be seen."""
+"""Hybrids over 500 tokens: the cost of fewer bits of keys and values, the bits of long prompts in any division, and
+facts of the conversion that would be seen."""
 
 from __future__ import annotations
 
