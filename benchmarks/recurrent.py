@@ -108,8 +108,8 @@ def run_of(library: NativeLibrary, pool: ThreadPool, layer: Layer, streams: int,
     blocks[:] = 0  # its own memory; otherwise all reads hit one page
     tables = 1 + np.arange(streams * num_tables)
     states = 1 + len(tables) + np.arange(streams * num_parts).reshape(streams, 1, num_parts)
-    spans = [[streams], [0] * streams, np.arange(streams + 1) * length, np.arange(streams + 1) * num_tables, tables]
-    plan = np.concatenate(spans).astype(np.int32)
+    begins = np.arange(streams + 1)
+    plan = np.concatenate(([streams], [0] * streams, begins * length, begins * num_tables, tables)).astype(np.int32)
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, streams * length)
     forward = Forward(library, pool, program, layer.config, "f16")
     both, none = np.repeat(states, 2, axis=1).astype(np.int32), np.zeros(0, np.int64)

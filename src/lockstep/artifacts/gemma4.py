@@ -27,7 +27,7 @@ PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 PER_LAYER_PROJECTION, PER_LAYER_NORM = "model.per_layer_model_projection.weight", "model.per_layer_projection_norm"
 PER_LAYER_GATE, PER_LAYER_OUT = "per_layer_input_gate.weight", "per_layer_projection.weight"
 AFTER_PER_LAYER, LAYER_SCALAR = "post_per_layer_input_norm", "layer_scalar"
-_STILL = 1e30
+_STILL = float(np.float32(1e30))
 """Divisor of the frequencies that do not turn, as converters to GGUF write it."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _MAX_COLUMNS = 1 << 20

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from lockstep.artifacts.hybrids import KERNELS
-from lockstep.artifacts.model import Artifact
+from lockstep.artifacts.layout import expected_tensors
+from lockstep.artifacts.model import Artifact, Encoding, Tensor
 from lockstep.core.step import StepPlan
 from lockstep.errors import InvalidPlanError
 from lockstep.executors.base import StepBatch
@@ -19,7 +20,7 @@ from lockstep.executors.native.executor import NativeExecutor
 from lockstep.executors.native.packs import load_weights
 from tests.artifacts.hybrid_reference import hybrid_logits
 from tests.executors.native.loading import EACH_ISA, loaded
-from tests.executors.native.support import random_artifact
+from tests.executors.native.support import random_artifact, with_tensor
 from tests.executors.native.test_packs import library
 from tests.golden_hybrids import (
     llama_cpp_hybrid_logits,
@@ -29,7 +30,7 @@ from tests.golden_hybrids import (
 )
 from tools.golden.hybrid_cases import HYBRID_CASES, HYBRID_GGUF_CASES, POSITIONS, hybrid_token_ids
 from tools.random_hybrids import DeltaShape
-from tools.random_models import SHAPES
+from tools.random_models import SHAPES, random_tensor
 
 Floats = npt.NDArray[np.float32]
 NAMES = ("tiny-qwen35", "tiny-lfm2")
@@ -122,6 +123,20 @@ def test_delta_nets_of_any_shape_are_right(net: DeltaShape) -> None:
         logits = whole(executor, tokens)
     expected = hybrid_logits(artifact, tokens)
     assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+def test_convolutions_may_have_biases() -> None:
+    plain = random_artifact(SHAPES["tiny-lfm2"], "F32")
+    artifact = replace(plain, config=replace(plain.config, conv_bias=True))
+    for name, shape in expected_tensors(artifact.config).items():
+        if name not in artifact.weights:
+            artifact = with_tensor(artifact, Tensor(name, Encoding.F32, shape, random_tensor(name, shape, "F32", 0)))
+    tokens = random_tokens(artifact)
+    with loaded(artifact, 8, 0, kv_cache_precision="f32") as executor:
+        logits = whole(executor, tokens)
+    expected = hybrid_logits(artifact, tokens)
+    assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+    assert np.abs(hybrid_logits(plain, tokens) - expected).max() > 0.1 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", HYBRID_CASES)

@@ -16,12 +16,13 @@ from lockstep.executors.base import Geometry, Logits, StepBatch
 from lockstep.executors.kv_layout import BLOCK_TOKENS, KVLayout
 from lockstep.executors.kv_pool import KVPool, PoolOwner
 from lockstep.executors.machine import available_cores
+from lockstep.executors.native.assembly import Frequencies
 from lockstep.executors.native.encoder import EncoderExecutor
 from lockstep.executors.native.forward import Forward
 from lockstep.executors.native.library import NativeLibrary, native_library
 from lockstep.executors.native.packs import ModelWeights, load_weights
 from lockstep.executors.native.products import ThreadPool
-from lockstep.executors.native.program import HEAD_DIM_UNIT, MAX_HEAD_DIM, Frequencies, build_program
+from lockstep.executors.native.program import HEAD_DIM_UNIT, MAX_HEAD_DIM, build_program
 from lockstep.executors.native.self_check import self_check
 from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.quantise import vector
