@@ -203,7 +203,7 @@ def test_a_single_call_of_a_free_model_has_any_arguments() -> None:
 
 
 @pytest.mark.parametrize("has_markers", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "thoughts opened"])
+@pytest.mark.parametrize("family", ["qwen3", "thoughts opened", "qwen3.5"])
 def test_a_model_that_thinks_may_think_before_a_forced_call(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
     tool_use = tool_use_of(tokenizer, TOOLS, "required", True)
