@@ -12,11 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-MAX_STREAMS_TOKENS = 32 * 832
+MAX_STREAMS = 32
+MAX_STREAMS_TOKENS = MAX_STREAMS * 832
 """KV capacity for the longest step, in tokens."""
 Run = Callable[[], object]
 
@@ -35,11 +37,12 @@ class Executors:
         options = ExecutorOptions(threads=threads, isa=isa, cache_dir=default_cache_dir())
         self._executor: Any = load_executor(artifact, options, lambda stage, share: None)
         self.load_s = time.perf_counter() - begin
-        self._executor.allocate(MAX_STREAMS_TOKENS // 32, 1)
+        groups = getattr(self._executor.geometry, "groups", ())  # an older checkout has none
+        self._state_parts = sum(group.num_parts for group in groups if group.is_state)
+        num_blocks = MAX_STREAMS_TOKENS // 32 + MAX_STREAMS * self._state_parts
+        self._executor.allocate(num_blocks, 1)
         content = np.zeros((1, self._executor.geometry.bytes_per_block), np.uint8)
-        for block in range(
-            1, MAX_STREAMS_TOKENS // 32 + 1
-        ):  # separate memory; otherwise every read hits one page of zeros
+        for block in range(1, num_blocks + 1):  # separate memory; otherwise every read hits one page of zeros
             self._executor.write_blocks([block], content)
 
     def step(self, streams: int, past: int, length: int) -> Run:
@@ -51,6 +54,10 @@ class Executors:
         tables = tuple(tuple(range(1 + i * each, 1 + i * each + num_blocks)) for i in range(streams))
         ids, many = tuple(range(streams)), (streams,)
         plan = StepPlan(0, (), (), (), (), ids, (past,) * streams, (length,) * streams, tables, (True,) * many[0])
+        if self._state_parts:
+            first = 1 + MAX_STREAMS_TOKENS // 32
+            states = np.arange(first, first + streams * self._state_parts).reshape(streams, -1).tolist()
+            plan = replace(plan, other_tables=tuple((tuple(state),) for state in states))
         tokens = np.random.default_rng(0).integers(0, self._executor.geometry.vocab_size, streams * length)
         batch = StepBatch(plan, tokens, np.arange(1, streams + 1) * length - 1)
         return lambda: self._executor.execute(batch)

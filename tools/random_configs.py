@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from tools.random_gemma4 import add_gemma4_metadata, gemma4_config
 from tools.random_hybrids import HYBRIDS, add_hybrid_metadata, hybrid_config, kv_heads_by_layer
 from tools.random_shapes import Shape
 
@@ -25,8 +26,9 @@ _CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "qwen35": "qwen3_5_text"}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "qwen35": "qwen3_5_text", "gemma4": "gemma4_text"}
 _WRITTEN_AS = {"mistral": "llama", "olmo3": "olmo2"}
 """Architectures whose GGUF files have another architecture's name."""
 INTERLEAVED = ("llama", "mistral", "mistral3", "granite", "granite_swa", "smollm3")
@@ -108,6 +110,8 @@ def _particulars(shape: Shape) -> dict[str, Any]:
             return {"no_rope_layers": rotated, "pad_token_id": 0}
         case "qwen35" | "lfm2":
             return hybrid_config(shape)
+        case "gemma4":
+            return gemma4_config(shape)
         case _:
             return {}
 
@@ -118,6 +122,8 @@ def gguf_architecture(shape: Shape) -> str:
 
 def add_gguf_metadata(writer: Any, shape: Shape) -> None:
     """Write the metadata of a shape through a `gguf.GGUFWriter`."""
+    if shape.architecture == "gemma4":
+        return add_gemma4_metadata(writer, shape)
     writer.add_name("random numbers")  # llama.cpp looks special tokens up by some of these names
     writer.add_context_length(shape.max_model_len)
     writer.add_embedding_length(shape.hidden_size)
@@ -146,3 +152,4 @@ def add_gguf_metadata(writer: Any, shape: Shape) -> None:
         writer.add_embedding_scale(shape.embedding_scale)
         writer.add_residual_scale(shape.residual_scale)
         writer.add_logit_scale(shape.logits_divisor)
+    return None

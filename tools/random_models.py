@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from tools.random_blocks import BLOCKS, encoding_in_mix, random_blocks
 from tools.random_configs import INTERLEAVED, add_gguf_metadata, gguf_architecture, huggingface_config
+from tools.random_gemma4 import flattened, gemma4_gguf_name
 from tools.random_hybrids import KERNELS, as_gguf, as_huggingface, gguf_name, huggingface_name
 from tools.random_shapes import POST_NORM
 from tools.random_shapes import SHAPES as SHAPES
@@ -109,7 +110,7 @@ def as_stored(shape: Shape, name: str, tensor: Array) -> Array:
     """Tensor as stored in a Hugging Face file: Gemma's norms are stored minus one."""
     if shape.architecture == "gemma3" and name.endswith("norm.weight"):
         return tensor.astype(np.float32) - np.float32(1)
-    return as_huggingface(shape, name, tensor)
+    return as_huggingface(shape, name, flattened(shape, name, tensor))
 
 
 def interleaved_rows(rows: Array, num_heads: int) -> Array:
@@ -172,7 +173,7 @@ def write_gguf(
         data = random_tensor(name, size, stored, seed)
         if shape.architecture in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             data = interleaved_rows(data, shape.num_heads if "q_proj" in name else shape.num_kv_heads)
-        data = as_gguf(shape, name, data)
+        data = as_gguf(shape, name, flattened(shape, name, data))
         raw_type = None if stored in ("F32", "F16") else gguf.GGMLQuantizationType[stored]
         data = data.view(np.uint8) if stored == "BF16" else data
         writer.add_tensor(_gguf_name(name, shape), np.ascontiguousarray(data), raw_dtype=raw_type)
@@ -243,15 +244,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
 
 def _gguf_name(name: str, shape: Shape) -> str:
     whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    hybrid = gguf_name(shape, name)
-    if hybrid is not None:
-        return hybrid
+    own = gemma4_gguf_name(name) if shape.architecture == "gemma4" else gguf_name(shape, name)
+    if own is not None:
+        return own
     if name.startswith("model.layers."):
         index, rest = name.removeprefix("model.layers.").split(".", 1)
         if rest == "self_attn.sinks":
             return f"blk.{index}.attn_sinks.weight"
         module, _, kind = rest.rpartition(".")
-        names = _LAYER_NAMES | (_POST_NORM_NAMES if shape.architecture in ("gemma3", *POST_NORM) else {})
+        names = _LAYER_NAMES | (_POST_NORM_NAMES if shape.architecture in ("gemma3", "gemma4", *POST_NORM) else {})
         return f"blk.{index}.{names[module]}.{kind}"
     return whole.get(name, "output.weight")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tools.random_gemma4 import gemma4_tensors
 from tools.random_hybrids import HYBRIDS, DeltaShape, recurrent_tensors
 
 BIASED = ("qwen2",)
@@ -44,6 +45,11 @@ class Shape:
     mixers: tuple[str, ...] = ()
     delta_net: DeltaShape | None = None
     conv_taps: int = 0
+    full_head_dim: int | None = None
+    kv_owners: tuple[int, ...] = ()
+    intermediate_sizes: tuple[int, ...] = ()
+    per_layer_size: int = 0
+    logits_cap: float = 0.0
 
     @property
     def attention_gate(self) -> bool:
@@ -138,6 +144,23 @@ SHAPES: Mapping[str, Shape] = {
         mixers=_mixed("convolution", "ccac"),
         conv_taps=3,
     ),
+    "tiny-gemma4": replace(
+        _SMALL,
+        architecture="gemma4",
+        num_layers=6,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tied_embeddings=True,
+        attention_scale=1.0,
+        embedding_scale=128**0.5,
+        windows=(16, 16, 0, 16, 16, 0),
+        local_rope_theta=1e4,
+        full_head_dim=64,
+        kv_owners=(0, 1, 2, 1, 1, 2),
+        intermediate_sizes=(192,) * 3 + (384,) * 3,
+        per_layer_size=32,
+        logits_cap=30.0,
+    ),
     "small-llama": Shape("llama", 2, 256, 512, 4, 2, 64),
     "small-qwen3": Shape("qwen3", 2, 256, 512, 4, 2, 64, rope_theta=1e6, tied_embeddings=True),
     "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, tied_embeddings=True),
@@ -177,6 +200,29 @@ SHAPES: Mapping[str, Shape] = {
         mixers=_mixed("convolution", "ccaccaccacacacac"),
         conv_taps=3,
     ),
+    "gemma-4-e2b": Shape(
+        "gemma4",
+        35,
+        1536,
+        6144,
+        8,
+        1,
+        256,
+        262144,
+        131072,
+        1e6,
+        1e-6,
+        tied_embeddings=True,
+        attention_scale=1.0,
+        embedding_scale=1536**0.5,
+        windows=(512, 512, 512, 512, 0) * 7,
+        local_rope_theta=1e4,
+        full_head_dim=512,
+        kv_owners=(*range(15), *(13, 13, 13, 13, 14) * 4),
+        intermediate_sizes=(6144,) * 15 + (12288,) * 20,
+        per_layer_size=256,
+        logits_cap=30.0,
+    ),
     "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
 }
 
@@ -211,7 +257,9 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     if shape.architecture in ("gemma3", *POST_NORM):
         layer |= {"post_feedforward_layernorm": (hidden,)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
-    for index in range(shape.num_layers):
+    if shape.architecture == "gemma4":
+        shapes |= gemma4_tensors(shape)
+    for index in range(shape.num_layers if shape.architecture != "gemma4" else 0):
         recurrent = recurrent_tensors(shape, index)
         own = {name: size for name, size in layer.items() if not (recurrent and name.startswith("self_attn."))}
         shapes |= {f"model.layers.{index}.{name}.weight": size for name, size in own.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,19 @@ from hypothesis import strategies as st
 from lockstep.artifacts.source import open_artifact
 from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import ArtifactError
+from tools.random_hybrids import DeltaShape
 from tools.random_models import Shape, write_gguf, write_huggingface
 
 SHAPE = Shape(
     num_layers=1, hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=300
 )
+HYBRIDS = (
+    replace(
+        SHAPE, architecture="qwen35", num_layers=2, mixers=("delta_net", "attention"),
+        delta_net=DeltaShape(1, 2, 32, 32, 4),
+    ),
+    replace(SHAPE, architecture="lfm2", num_layers=2, mixers=("convolution", "attention"), conv_taps=3),
+)  # fmt: skip
 FUZZ = settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 EDITS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6)
 
@@ -59,6 +68,38 @@ def test_edited_gguf_headers(edits: list[tuple[float, int]], original: Path, tmp
     """The metadata before the vocabulary, where every byte is a length, a type or a size."""
     path = tmp_path / "m.gguf"
     path.write_bytes(edited(original.read_bytes(), edits, 1100))
+    use(path)
+
+
+@pytest.fixture(scope="module", params=HYBRIDS, ids=lambda shape: shape.architecture)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    return write_gguf(folder / "m.gguf", request.param, "Q8_0"), write_huggingface(folder / "m", request.param, "BF16")
+
+
+@settings(FUZZ, max_examples=120)
+@given(edits=EDITS)
+def test_edited_headers_of_hybrids(edits: list[tuple[float, int]], hybrid: tuple[Path, Path], tmp_path: Path) -> None:
+    """Metadata of GGUF, and of safetensors with the configuration."""
+    gguf, directory = hybrid
+    path = tmp_path / "m.gguf"
+    path.write_bytes(edited(gguf.read_bytes(), edits, 1800))
+    use(path)
+    for name in ("config.json", "model.safetensors"):
+        content = (directory / name).read_bytes()
+        try:
+            (directory / name).write_bytes(edited(content, edits, min(len(content), 3000)))
+            use(directory)
+        finally:
+            (directory / name).write_bytes(content)
+
+
+@settings(FUZZ, max_examples=40)
+@given(part=st.floats(0, 1))
+def test_cut_files_of_hybrids(part: float, hybrid: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    content = hybrid[0].read_bytes()
+    path.write_bytes(content[: int(len(content) * part)])
     use(path)
 
 

@@ -33,7 +33,14 @@ def test_numbers_have_the_variance_of_a_trained_matrix(encoding: Encoding) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("smollm2-135m", 134.5), ("qwen3-0.6b", 596.0), ("tinyllama-1.1b", 1100.0)]
+    ("name", "millions"),
+    [
+        ("smollm2-135m", 134.5),
+        ("qwen3-0.6b", 596.0),
+        ("tinyllama-1.1b", 1100.0),
+        ("qwen3.5-0.8b", 752.4),
+        ("lfm2.5-350m", 354.5),
+    ],
 )
 def test_named_shapes_have_the_parameters_of_their_models(name: str, millions: float) -> None:
     count = sum(int(np.prod(size)) for size in tensor_shapes(SHAPES[name]).values())

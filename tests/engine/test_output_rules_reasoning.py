@@ -110,6 +110,24 @@ def test_every_family_is_detected_by_its_template(tags: ThinkTags) -> None:
     assert split(f"{tags.begin}a{tags.end}b", tags=tags) == ("a", "b")
 
 
+def test_a_mark_of_a_special_token_and_a_word_is_found_where_special_tokens_have_no_text() -> None:
+    """Gemma 4's: the detokenizer leaves out its two special tokens, and the word between them stays."""
+    tags = tags_of_template("<|channel>thought\n<channel|>")
+    assert tags is not None
+    splitter = ReasoningSplitter(Reasoning(tags))
+    pieces = [
+        splitter.tag("<|channel>"),
+        "thought",
+        "\nwhy\n",
+        splitter.tag("<channel|>"),
+        splitter.tag("<turn|>"),
+        "Hello",
+    ]
+    shown = [splitter.append(piece) for piece in pieces]
+    assert ("".join(thoughts for thoughts, _ in shown), "".join(content for _, content in shown)) == ("why", "Hello")
+    assert split(["thought", " through"], tags=tags) == ("", "thought through")
+
+
 def test_a_model_without_reasoning_has_no_tags() -> None:
     tokenizer = Tokenizer(parts(byte_level(), CHATML))
     assert tokenizer.reasoning_after(tokenizer.encode_chat(HELLO)) is None

@@ -173,6 +173,17 @@ def test_reasoning_is_cut_by_the_template() -> None:
     assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+def test_templates_read_reasoning_by_either_name(name: str) -> None:
+    """gpt-oss's template reads `thinking`, and refuses it beside both content and calls."""
+    source = "{% for message in messages %}" + f"{{{{ message.{name} }}}}" + ";{{ message.content }};{% endfor %}"
+    thought = {"role": "assistant", "content": "answer", "reasoning_content": "why"}
+    assert chat(source).render_chat([*user("q"), thought]).endswith("why;answer;")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    shown = chat(source).render_chat([*user("q"), {**thought, "tool_calls": [call]}])
+    assert ("why" in shown) == (name == "reasoning_content")
+
+
 def test_json_in_prompts_is_unescaped() -> None:
     """No HTML or ASCII escapes; arguments are objects even if the client sent a string."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"q": "é<b>&"}'}}

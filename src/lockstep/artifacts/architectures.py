@@ -152,6 +152,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             tied_embeddings=True,
             rope_theta=1e6,
         ),
+        Architecture(
+            "gemma4",
+            "Gemma4ForCausalLM",
+            model_type="gemma4_text",
+            traits={
+                "qk_norm": True,
+                "value_norm": True,
+                "post_norm": True,
+                "activation": "gelu_tanh",
+                "layer_scalars": True,
+            },
+            hidden_act="gelu_pytorch_tanh",
+            tied_embeddings=True,
+            rope_theta=1e6,
+            local_rope_theta=1e4,
+            sliding_window=512,
+        ),
         Architecture("bert", "BertModel", "BertForSequenceClassification", traits=_PLAIN_BERT, rms_norm_eps=1e-12),
         Architecture(
             "xlm-roberta",

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.artifacts import gemma4
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.embedding import embedding_of, from_gguf_metadata, task_of
 from lockstep.artifacts.encoders import (
@@ -156,6 +157,8 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
     hidden_size = metadata.integer(f"{prefix}.embedding_length")
     num_layers = num_gguf_layers(metadata, architecture)
     check_num_layers(num_layers, file.path)
+    if prefix == "gemma4":
+        return gemma4.read_gguf_gemma4(metadata, architecture, tensors, file.tensors.get(ROPE_FACTORS))
     num_heads = metadata.integer(f"{prefix}.attention.head_count")
     head_dim = metadata.integer(f"{prefix}.attention.key_length", hidden_size // max(num_heads, 1))
     rotary_dim = _rotary_dim(metadata, architecture, head_dim)
@@ -207,6 +210,10 @@ def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Te
         names |= GGUF_HYBRID_NAMES[architecture]
         whole_names |= GGUF_WHOLE_NAMES if architecture == "qwen35" else {}
         global_names[GGUF_LFM2_NORM] = f"{FINAL_NORM}.weight"
+    elif architecture == "gemma4":
+        names |= gemma4.GGUF_NAMES
+        global_names |= gemma4.GGUF_GLOBAL_NAMES
+        whole_names = dict(gemma4.GGUF_WHOLE_NAMES)
     elif row is not None and row.fused:
         names |= _FUSED_NAMES
     renamed: dict[str, Tensor] = {}
@@ -247,9 +254,10 @@ def _refuse_variants(metadata: Metadata, prefix: str) -> None:
     if metadata.integer(f"{prefix}.expert_count", 0) > 0:
         raise metadata.unsupported("a mixture of experts; dense models are supported")
     is_listed = isinstance(metadata.values.get(f"{prefix}.attention.head_count_kv"), np.ndarray)
-    if is_listed and ARCHITECTURES[prefix].recurrent != "convolution":
+    if is_listed and ARCHITECTURES[prefix].recurrent != "convolution" and prefix != "gemma4":
         raise metadata.unsupported("head counts that differ by layer; equal ones are supported")
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    for key in caps[:1] if prefix == "gemma4" else caps:
         if metadata.real(f"{prefix}.{key}", 0.0) != 0.0:
             raise metadata.unsupported(f"{key}; scores and logits without a cap are supported")
     if prefix == "granite" and not metadata.flag(f"{prefix}.rope.scaling.finetuned", True):

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.encoders import BERT_LIKE, read_huggingface_encoder
+from lockstep.artifacts.gemma4 import read_huggingface_gemma4
 from lockstep.artifacts.hybrids import read_huggingface_mixers, renamed_lfm2
 from lockstep.artifacts.layout import check_num_layers
 from lockstep.artifacts.metadata import Metadata
@@ -42,10 +43,12 @@ def read_config(declared: Metadata) -> ModelConfig:
         return read_huggingface_encoder(declared, architecture)
     if architecture.name == "lfm2":
         declared = renamed_lfm2(declared)
-    _refuse_variants(declared, architecture)
-    hidden_size = declared.integer("hidden_size")
     num_layers = declared.integer("num_hidden_layers")
     check_num_layers(num_layers, declared.path)
+    if architecture.name == "gemma4":
+        return read_huggingface_gemma4(declared, architecture, num_layers)
+    _refuse_variants(declared, architecture)
+    hidden_size = declared.integer("hidden_size")
     num_heads = declared.integer("num_attention_heads")
     head_dim = architecture.head_dim or hidden_size // max(num_heads, 1)
     head_dim = declared.integer("head_dim", head_dim)

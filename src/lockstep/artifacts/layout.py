@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.architectures import ARCHITECTURES
+from lockstep.artifacts.gemma4 import check_gemma4, is_redundant, per_layer_tensors, tensors_in_layer
 from lockstep.artifacts.hybrids import check_mixers, mixer_tensors
 from lockstep.artifacts.model import ModelConfig, Tensor
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
@@ -68,6 +69,7 @@ def check_config(config: ModelConfig, path: Path) -> None:
         )
     _check_encoder(config, path)
     check_mixers(config, path)
+    check_gemma4(config, path)
     for what, value in _positive_numbers(config).items():
         if not (math.isfinite(value) and value > 0):
             raise CorruptArtifactError(f"{what} is {value}; a positive number is expected", path=path)
@@ -125,19 +127,34 @@ def layer_norms(config: ModelConfig) -> LayerNorms:
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical names and shapes of all tensors that the forward pass needs."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projected = queries * 2 if config.attention_gate else queries
+    hidden = config.hidden_size
+    expected: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+    if config.num_positions:
+        expected[POSITIONS] = (config.num_positions, hidden)
+    if config.num_token_types:
+        expected[TOKEN_TYPE] = (config.num_token_types * hidden,)
+    if config.embedding_norm:
+        expected |= _norm_tensors(config, EMBEDDING_NORM, hidden)
+    expected |= per_layer_tensors(config)
+    for index in range(config.num_layers):
+        expected |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_tensors(config, index).items()}
+    if config.final_norm:
+        expected |= _norm_tensors(config, FINAL_NORM, hidden)
+    if not config.tied_embeddings and not config.bidirectional:
+        expected[LM_HEAD] = (config.vocab_size, hidden)
+    return expected | _head_tensors(config)
+
+
+def _layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Names in a layer, and shapes, of its tensors."""
+    hidden, inner = config.hidden_size, config.intermediate_size_of(index)
     norms = layer_norms(config)
-    names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
+    before_attention = norms.before_attention if index or config.first_norm else None
     layer: dict[str, tuple[int, ...]] = {}
-    for name in names:
+    for name in (before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp):
         layer |= {} if name is None else _norm_tensors(config, name, hidden)
+    layer |= mixer_tensors(config, index) or _attention_tensors(config, index)
     layer |= {
-        "self_attn.q_proj.weight": (projected, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
         **({"mlp.gate_proj.weight": (inner, hidden)} if config.gated else {}),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
@@ -148,38 +165,27 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             "mlp.up_proj.bias": (inner,),
             "mlp.down_proj.bias": (hidden,),
         }
+    return layer | tensors_in_layer(config)
+
+
+def _attention_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of attention. A layer that reads the keys and values of another one has queries only."""
+    hidden, head_dim = config.hidden_size, config.head_dim_of(index)
+    queries, keys = config.num_heads * head_dim, config.kv_heads_of(index) * head_dim
+    rows = {"q": queries * 2 if config.attention_gate else queries}
+    norms = {"q": queries if config.qk_norm_whole else head_dim}
+    if config.owns_kv(index):
+        rows |= {"k": keys, "v": keys}
+        norms["k"] = keys if config.qk_norm_whole else head_dim
+    layer: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj.weight": (size, hidden) for name, size in rows.items()}
+    layer["self_attn.o_proj.weight"] = (hidden, queries)
     if config.attention_bias:
-        layer |= {
-            "self_attn.q_proj.bias": (projected,),
-            "self_attn.k_proj.bias": (keys,),
-            "self_attn.v_proj.bias": (keys,),
-        }
+        layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
     if config.sinks:
         layer["self_attn.sinks"] = (config.num_heads,)
     if config.qk_norm:
-        sizes = (queries, keys) if config.qk_norm_whole else (config.head_dim, config.head_dim)
-        layer |= {"self_attn.q_norm.weight": sizes[:1], "self_attn.k_norm.weight": sizes[1:]}
-    expected: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    if config.num_positions:
-        expected[POSITIONS] = (config.num_positions, hidden)
-    if config.num_token_types:
-        expected[TOKEN_TYPE] = (config.num_token_types * hidden,)
-    if config.embedding_norm:
-        expected |= _norm_tensors(config, EMBEDDING_NORM, hidden)
-    for index in range(config.num_layers):
-        own = {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-        if index == 0 and not config.first_norm:
-            own = {name: shape for name, shape in own.items() if ".input_layernorm." not in name}
-        recurrent = mixer_tensors(config, index)
-        if recurrent:
-            own = {name: shape for name, shape in own.items() if ".self_attn." not in name}
-            own |= {f"model.layers.{index}.{name}": shape for name, shape in recurrent.items()}
-        expected |= own
-    if config.final_norm:
-        expected |= _norm_tensors(config, FINAL_NORM, hidden)
-    if not config.tied_embeddings and not config.bidirectional:
-        expected[LM_HEAD] = (config.vocab_size, hidden)
-    return expected | _head_tensors(config)
+        layer |= {f"self_attn.{name}_norm.weight": (size,) for name, size in norms.items()}
+    return layer
 
 
 def _norm_tensors(config: ModelConfig, name: str, size: int) -> dict[str, tuple[int, ...]]:
@@ -324,4 +330,6 @@ def _is_harmless(config: ModelConfig, name: str, tensor: Tensor) -> bool:
     """True if an additional tensor can be accepted: the bias of the attention output is used, others are redundant."""
     if name.endswith(".self_attn.o_proj.bias"):
         return config.attention_bias and tensor.shape == (config.hidden_size,)
+    if is_redundant(config, name, tensor):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (name == LM_HEAD and config.tied_embeddings)

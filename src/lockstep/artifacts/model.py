@@ -264,6 +264,8 @@ class ModelConfig:
     """Whether values are normalized per head, without weights, before they are stored."""
     per_layer_size: int = 0
     """Size of the embedding that a token has for each layer beside its own one; 0: none."""
+    layer_scalars: bool = False
+    """Whether a layer may have a factor, in ``layer_scalar``, by which its result is multiplied."""
     logits_cap: float = 0.0
     """Logits x become cap * tanh(x / cap); 0: they stay what they are."""
 
@@ -286,6 +288,10 @@ class ModelConfig:
         if self.full_kv_heads is None or self.window_of(layer):
             return self.num_kv_heads
         return self.full_kv_heads
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Size of a layer's feed-forward."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
 
     def owns_kv(self, layer: int) -> bool:
         """True if a layer stores keys and values."""

@@ -117,6 +117,7 @@ THINK_TAGS = (
     ThinkTags("[THINK]", "[/THINK]"),
     ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
     ThinkTags("◁think▷", "◁/think▷"),
+    ThinkTags("<|channel>thought", "<channel|>"),
 )
 
 
@@ -162,8 +163,8 @@ class ReasoningSplitter:
         self._held = ""
 
     def tag(self, special: str) -> str:
-        """The text of a special token if it is one of the tags; empty for others, which have no text."""
-        return special if special in (self._tags.begin, self._tags.end) else ""
+        """The text of a special token if a tag begins with it; empty for others, which have no text."""
+        return special if special and any(tag.startswith(special) for tag in (self._tags.begin, self._tags.end)) else ""
 
     def append(self, text: str) -> tuple[str, str]:
         if self._part is _Part.CONTENT:

@@ -40,7 +40,7 @@ def inverse_frequencies(
         UnsupportedArtifactError: the scaling is unknown.
         CorruptArtifactError: there are too few or too many explicit factors, or they are not positive numbers.
     """
-    frequencies = plain(rotary_dim(config), config.rope_theta)
+    frequencies = plain(rotary_dim(config, config.full_head_dim or config.head_dim), config.rope_theta)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
@@ -59,12 +59,12 @@ def inverse_frequencies(
 def local_frequencies(config: ModelConfig, plain: PlainFrequencies = plain_frequencies) -> npt.NDArray[np.float32]:
     """Like `inverse_frequencies`, for layers with a window of a model that rotates them differently."""
     assert config.local_rope_theta is not None, "all layers have the same rotation"
-    return plain(rotary_dim(config), config.local_rope_theta)
+    return plain(rotary_dim(config, config.head_dim), config.local_rope_theta)
 
 
-def rotary_dim(config: ModelConfig) -> int:
-    """Number of leading dimensions of each head that are rotated."""
-    return config.head_dim if config.rotary_dim is None else config.rotary_dim
+def rotary_dim(config: ModelConfig, head_dim: int) -> int:
+    """Number of leading dimensions that are rotated in heads of a size."""
+    return head_dim if config.rotary_dim is None else config.rotary_dim
 
 
 def _llama3(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray[np.float32]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lockstep.artifacts.model import Artifact, ModelConfig
 from lockstep.errors import ExecutorError
 from lockstep.executors.native.forward import Forward
-from lockstep.executors.native.operations import Action, Buffer, Program
+from lockstep.executors.native.operations import GATES, Action, Buffer, Program
 from lockstep.executors.native.packs import load_weights
 from lockstep.executors.native.products import ThreadPool
 from lockstep.executors.native.program import build_program
@@ -111,7 +111,7 @@ CHANGES: dict[str, tuple[Action, dict[str, int]]] = {
     "embedding's numbers": (Action.EMBED, {"vector": 2**31 - 1}),
     "columns of its weights": (Action.GATE, {"num_weights": 3}),
     "gate's biases": (Action.GATE, {"vector": 2**31 - 1}),
-    "no such function": (Action.GATE, {"function": 7}),
+    "no such function": (Action.GATE, {"function": len(GATES)}),
 }
 
 

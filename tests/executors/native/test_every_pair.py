@@ -33,6 +33,8 @@ MAX_RELATIVE_ERROR = {
     **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "IQ4_NL"), 8e-2),
 }
 """Beside blocks, activations are rounded to int8 in groups of 32."""
+RECURRENT_FACTOR = 3
+"""Of these errors in hybrids, whose gates multiply rounded numbers with each other, and whose states keep errors."""
 
 
 def as_floats(artifact: Artifact) -> Artifact:
@@ -66,7 +68,7 @@ def test_logits_are_those_of_the_exact_weights(name: str, encoding: str) -> None
     artifact = random_artifact(TINY[name], encoding)
     ours, exact = logits_of(artifact), logits_of(as_floats(artifact))
     errors = np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)
-    assert errors.max() <= MAX_RELATIVE_ERROR[encoding]
+    assert errors.max() <= MAX_RELATIVE_ERROR[encoding] * (RECURRENT_FACTOR if TINY[name].mixers else 1)
 
 
 @pytest.mark.parametrize(("name", "encoding"), pairs(["Q5_1", "Q4_1", "Q4_0", "Q5_0", "BF16", "IQ4_NL"]))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.artifacts.model import ModelConfig, QueryScaling
-from lockstep.executors.native.operations import Action, Op, Program
+from lockstep.executors.native.operations import Action, AttentionPart, Op, Program
 from lockstep.executors.native.packs import ModelWeights, load_weights
 from lockstep.executors.native.program import build_program
 from lockstep.executors.quantise import vector
@@ -25,9 +25,11 @@ ATTENTION = "attention"
 
 def program_of(shape: Shape, encoding: str = "F32", **changes: object) -> Program:
     """The program of one layer of a random model."""
-    artifact = random_artifact(
-        replace(shape, num_layers=1, mixers=(), windows=shape.windows[:1], unrotated_layers=()), encoding
-    )
+    one = replace(
+        shape, num_layers=1, mixers=(), windows=shape.windows[:1], unrotated_layers=(), kv_owners=(),
+        intermediate_sizes=(),
+    )  # fmt: skip
+    artifact = random_artifact(one, encoding)
     config: ModelConfig = replace(artifact.config, **changes)  # type: ignore[arg-type]  # fields by name
     weights: ModelWeights = load_weights(artifact, library(), None, None, 0, lambda stage, share: None)
     half = (config.head_dim if config.rotary_dim is None else config.rotary_dim) // 2
@@ -89,6 +91,24 @@ def test_norms_before_and_after() -> None:
     assert np.array_equal(numbers, stored + np.float32(config.norm_offset))
 
 
+def test_embeddings_of_layers_shared_keys_and_a_cap() -> None:
+    shape = replace(TINY["tiny-gemma4"], num_layers=2, windows=(0, 0), kv_owners=(0, 0), intermediate_sizes=())
+    artifact = random_artifact(shape)
+    weights = load_weights(artifact, library(), None, None, 0, lambda stage, share: None)
+    turns = [(np.ones(32, np.float32), 1.0), (np.ones(16, np.float32), 1.0)]
+    program = build_program(
+        artifact.config, weights.matrices, lambda name, size: vector(artifact.weights[name], size),
+        artifact.weights.__contains__, turns, "f16",
+    )  # fmt: skip
+    attention = "norm product attention product norm add"
+    layer = f"{attention} norm gate product norm add product copy multiply product norm add scale"
+    assert operations(program) == f"embed embed product norm add {layer} {layer} | norm | product cap"
+    own, shared = only(program, Action.ATTENTION)
+    assert [(op.part, op.num_norms) for op in (own, shared)] == [(AttentionPart.WHOLE, 3), (AttentionPart.READ, 1)]
+    assert program.places[own.place] == program.places[shared.place]
+    assert program.buffers[shared.in_].columns == shape.num_heads * 64, "queries only"
+
+
 def test_biases_scales_windows_and_rotations_are_numbers() -> None:
     qwen2 = only(program_of(TINY["tiny-qwen2"]), Action.PRODUCT)
     assert [op.vector >= 0 for op in qwen2] == [True, False, False, False]
@@ -137,8 +157,8 @@ def test_any_configuration_is_a_program_that_runs(
     mixers = (kinds[0], "attention") if kinds else ()
     shape = replace(
         TINY[name], num_layers=len(mixers) or 1, hidden_size=16 * hidden, intermediate_size=24 * inner,
-        vocab_size=vocab, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, tied_embeddings=tied,
-        windows=(), rotary_dim=None, unrotated_layers=(), mixers=mixers,
+        vocab_size=vocab, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, tied_embeddings=tied, windows=(),
+        rotary_dim=None, unrotated_layers=(), mixers=mixers, full_head_dim=None, kv_owners=(), intermediate_sizes=(),
     )  # fmt: skip
     tokens = (np.arange(length) % vocab).tolist()
     with loaded(random_artifact(shape, "F32"), 4, 0, quantize=quantize) as executor:

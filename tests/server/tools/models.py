@@ -69,9 +69,19 @@ MISTRAL_NAMED = """\
 R1 = chat_templates.QWEN3 + "{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
 """A template that opens thoughts itself."""
 
+QWEN35 = (
+    templates.QWEN3_CODER
+    + """\
+{%- if add_generation_prompt %}
+    {{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is false else '<think>\\n' }}
+{%- endif %}"""
+)
+"""A template that opens thoughts itself, and shows calls in tags."""
+
 TEMPLATES = {
     "qwen3": chat_templates.QWEN3,
     "thoughts opened": R1,
+    "qwen3.5": QWEN35,
     "chatml": chat_templates.CHATML,
     "llama3": LLAMA3,
     "mistral list": MISTRAL_LIST,

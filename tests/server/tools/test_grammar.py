@@ -203,7 +203,7 @@ def test_a_single_call_of_a_free_model_has_any_arguments() -> None:
 
 
 @pytest.mark.parametrize("has_markers", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "thoughts opened"])
+@pytest.mark.parametrize("family", ["qwen3", "thoughts opened", "qwen3.5"])
 def test_a_model_that_thinks_may_think_before_a_forced_call(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
     tool_use = tool_use_of(tokenizer, TOOLS, "required", True)
@@ -243,7 +243,7 @@ def test_an_answer_that_must_be_json_is_that_or_calls(family: str, has_markers: 
     tool_use = tool_use_of(tokenizer, TOOLS, "auto", True, KWARGS.get(family), Constraint.json_schema(TICKET))
     for seed, (first, is_call) in enumerate([('{"urgent":', False), (tool_use.call_format.begin, True)]):
         writer = Writer(family, has_markers, tool_use.constraint)
-        if family == "thoughts opened":
+        if family in ("thoughts opened", "qwen3.5"):
             writer.say("I must ", "call.", "</think>")
         thoughts = writer.text
         assert not writer.may_say("Hello")

@@ -32,6 +32,7 @@ from tests.server.tools.models import KWARGS, PING, STRICT_TOOLS, TEMPLATES, TOO
 FORMATS: dict[str, CallFormat] = {
     "qwen3": HERMES,
     "thoughts opened": HERMES,
+    "qwen3.5": QWEN3_CODER,
     "chatml": HERMES,
     "llama3": LLAMA3_JSON,
     "mistral list": MISTRAL_LIST,

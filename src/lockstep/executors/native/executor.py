@@ -16,12 +16,13 @@ from lockstep.executors.base import Geometry, Logits, StepBatch
 from lockstep.executors.kv_layout import BLOCK_TOKENS, KVLayout
 from lockstep.executors.kv_pool import KVPool, PoolOwner
 from lockstep.executors.machine import available_cores
+from lockstep.executors.native.assembly import Frequencies
 from lockstep.executors.native.encoder import EncoderExecutor
 from lockstep.executors.native.forward import Forward
 from lockstep.executors.native.library import NativeLibrary, native_library
 from lockstep.executors.native.packs import ModelWeights, load_weights
 from lockstep.executors.native.products import ThreadPool
-from lockstep.executors.native.program import HEAD_DIM_UNIT, MAX_HEAD_DIM, Frequencies, build_program
+from lockstep.executors.native.program import HEAD_DIM_UNIT, MAX_HEAD_DIM, build_program
 from lockstep.executors.native.self_check import self_check
 from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.quantise import vector
@@ -123,11 +124,12 @@ def _check_config(artifact: Artifact) -> None:
             f"the executor does not support the architecture {config.architecture!r}; it supports {known}",
             path=artifact.path,
         )
-    if config.head_dim % HEAD_DIM_UNIT or config.head_dim > MAX_HEAD_DIM:
-        raise UnsupportedArtifactError(
-            f"heads have {config.head_dim} dimensions; this must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}",
-            path=artifact.path,
-        )
+    for head_dim in (config.head_dim, config.full_head_dim or config.head_dim):
+        if head_dim % HEAD_DIM_UNIT or head_dim > MAX_HEAD_DIM:
+            raise UnsupportedArtifactError(
+                f"heads have {head_dim} dimensions; this must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}",
+                path=artifact.path,
+            )
 
 
 def _frequencies(config: ModelConfig) -> Frequencies:

@@ -14,6 +14,7 @@ from lockstep.errors import ExecutorError
 from lockstep.executors.kv_layout import BLOCK_TOKENS as BLOCK_TOKENS
 from lockstep.executors.native.library import NativeLibrary
 from lockstep.executors.native.operations import Op, Program
+from lockstep.executors.native.packs import Matrix
 from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool
 from lockstep.executors.native.weights import KINDS, pointer
 from lockstep.executors.step_inputs import WindowTables
@@ -88,7 +89,7 @@ class Forward:
         ops = np.array([tuple(op) for op in program.ops], _OPS)
         weights = np.array(
             [
-                (weight_type(each.encoding), each.features, each.columns, each.data.ctypes.data, each.data.nbytes)
+                (weight_type(each), each.features, each.columns, each.data.ctypes.data, each.data.nbytes)
                 for each in program.weights
             ],
             _WEIGHTS,
@@ -186,6 +187,9 @@ def _delta_shape(program: Program) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def weight_type(encoding: Any) -> int:
-    """Number of an encoding in ``program.hpp``."""
-    return KINDS.index(encoding) if encoding in KINDS else len(KINDS) + FLOAT_TYPES.index(encoding)
+def weight_type(matrix: Matrix) -> int:
+    """Number of a matrix's type in ``program.hpp``."""
+    if matrix.encoding not in KINDS:
+        return len(KINDS) + FLOAT_TYPES.index(matrix.encoding)
+    begin = len(KINDS) + len(FLOAT_TYPES) if matrix.is_stored else 0
+    return begin + KINDS.index(matrix.encoding)

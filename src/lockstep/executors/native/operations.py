@@ -20,7 +20,8 @@ NONE = -1
 class Action(IntEnum):
     """Operations, which ``program.hpp`` describes."""
 
-    EMBED, NORM, QUANTISE, PRODUCT, GATE, ADD, ATTENTION, LOAD, SAVE, MULTIPLY, COPY, RATES, CONVOLVE, DELTA = range(14)
+    EMBED, NORM, QUANTISE, PRODUCT, GATE, ADD, ATTENTION, LOAD, SAVE, MULTIPLY, COPY = range(11)
+    RATES, CONVOLVE, DELTA, SCALE, CAP = range(11, 16)
 
 
 class AttentionPart(IntEnum):

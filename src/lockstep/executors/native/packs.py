@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.gemma4 import PER_LAYER_EMBEDDING
 from lockstep.artifacts.hybrids import KERNELS
 from lockstep.artifacts.layout import EMBEDDING, HEAD, LM_HEAD, POSITIONS, expected_tensors
 from lockstep.artifacts.model import Artifact, Encoding, Tensor
@@ -74,6 +75,8 @@ class Matrix:
     columns: int
     """Number of columns of the tensor. Panels may have more, filled with zeros."""
     data: Bytes
+    is_stored: bool = False
+    """True for blocks as a file stores them, of which rows can be read and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +221,8 @@ def packed_encoding(name: str, tensor: Tensor, quantize: str | None) -> Encoding
     """The encoding in which a matrix is packed; None: it stays in floats as it is stored."""
     if tensor.encoding not in FLOAT_TYPES:
         return tensor.encoding
-    if quantize is None or name == POSITIONS or name.startswith(HEAD):  # small, and they decide much
-        return None
+    if quantize is None or name in (POSITIONS, PER_LAYER_EMBEDDING) or name.startswith(HEAD):
+        return None  # read in place, or small and they decide much
     is_table = name in (EMBEDDING, LM_HEAD)
     return Encoding.Q8_0 if quantize == "int8" or is_table or tensor.shape[1] % GROUP_SIZE else Encoding.Q4_0
 
@@ -233,7 +236,10 @@ def _planned(
         features, columns = tensor.shape
         check_tensor(tensor, (features, columns))
         encoding = packed_encoding(name, tensor, quantize)
-        if encoding is None:
+        if name == PER_LAYER_EMBEDDING:  # as large as all others together: its rows are read when they are needed
+            is_stored = tensor.encoding not in FLOAT_TYPES
+            floats[name] = Matrix(tensor.encoding, features, columns, _bytes_of(tensor), is_stored)
+        elif encoding is None:
             _check_finite_floats(tensor)
             floats[name] = Matrix(tensor.encoding, features, columns, _bytes_of(tensor))
         else:

@@ -5,16 +5,20 @@ It takes some milliseconds. `lockstep models verify` checks a model thoroughly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.model import Encoding, ModelConfig, Tensor
+from lockstep.artifacts.hybrids import KERNELS
+from lockstep.artifacts.layout import expected_tensors
+from lockstep.artifacts.model import DeltaNet, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import BLOCKS
 from lockstep.executors.native.forward import BLOCK_TOKENS, Forward
 from lockstep.executors.native.library import NativeLibrary
+from lockstep.executors.native.operations import Program
 from lockstep.executors.native.packs import Matrix
 from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool, multiply, multiply_floats, quantise
 from lockstep.executors.native.program import build_program
@@ -25,6 +29,10 @@ _CONFIG = ModelConfig("llama", 1, 64, 48, 4, 2, 16, 50, 256, 1e-5, 1e4, tied_emb
 _ENCODER = replace(
     _CONFIG, bidirectional=True, qk_norm=False, layer_norm=True, norm_bias=True, sum_norm=True, final_norm=False,
     gated=False, activation="gelu_erf", windows=(100,),
+)  # fmt: skip
+_HYBRID = replace(
+    _CONFIG, num_layers=3, mixers=("delta_net", "convolution", "attention"), attention_gate=True, conv_taps=3,
+    delta_net=DeltaNet(1, 2, 24, 40, 4),
 )  # fmt: skip
 _TOKENS = 140
 """More tokens than a segment of attention."""
@@ -55,23 +63,16 @@ def _results(library: NativeLibrary) -> Iterator[tuple[str, bytes]]:
         yield f"products of {encoding.value}", multiply_floats(library, encoding, stored, x).tobytes()
     for storage in ("f32", "f16", "int8"):
         yield f"a forward pass with {storage} keys and values", _pass(library, _CONFIG, storage)
+    yield "a forward pass with states", _pass(library, _HYBRID, "f16")
     yield "an encoder's forward pass", _pass(library, _ENCODER, "f16")
 
 
 def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
     """Logits of a decoder, or hidden states of an encoder."""
-    sizes = {"q": config.num_heads * config.head_dim, "k": config.num_kv_heads * config.head_dim}
-    prefix = "model.layers.0."
-    shapes = {
-        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        **{f"{prefix}self_attn.{n}_proj.weight": (sizes.get(n, sizes["k"]), config.hidden_size) for n in "qkv"},
-        f"{prefix}self_attn.o_proj.weight": (config.hidden_size, sizes["q"]),
-        **{f"{prefix}mlp.{n}_proj.weight": (config.intermediate_size, config.hidden_size) for n in ("gate", "up")},
-        f"{prefix}mlp.down_proj.weight": (config.hidden_size, config.intermediate_size),
-    }
     matrices = {
-        name: Matrix(Encoding.F32, *shape, _numbers(shape[0] * shape[1]).view(np.uint8))
-        for name, shape in shapes.items()
+        name: Matrix(Encoding.F32, *shape, _numbers(*shape).view(np.uint8).reshape(-1))
+        for name, shape in expected_tensors(config).items()
+        if len(shape) == 2 and not name.endswith(KERNELS)
     }
     rotations = [(np.float32(1) / np.arange(1, config.head_dim // 2 + 1, dtype=np.float32), 1.0)]
 
@@ -80,7 +81,8 @@ def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
 
     program = build_program(config, matrices, vector, lambda name: False, rotations, storage)
     num_blocks = -(-_TOKENS // BLOCK_TOKENS)
-    cache = np.zeros((num_blocks + 1, program.layout.block_bytes), np.uint8)
+    num_parts = sum(group.num_parts for group in program.layout.groups)
+    cache = np.zeros((num_blocks + num_parts, program.layout.block_bytes), np.uint8)
     plan = np.array([1, 0, 0, _TOKENS, 0, num_blocks, *range(1, num_blocks + 1)], np.int32)
     token_ids, rows = np.arange(_TOKENS) % config.vocab_size, np.arange(_TOKENS)
     result = np.empty((_TOKENS, config.vocab_size), np.float32)
@@ -92,10 +94,20 @@ def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
                 wanted = rows[: _TOKENS if stage == config.num_layers else 0]
                 result = forward.step(token_ids, plan, cache, wanted, totals, stage)
         else:
-            forward.step(token_ids, plan, cache, rows[:0])
+            forward.step(token_ids, plan, cache, rows[:0], states=_states(program))
             forward.logits(rows, result)
         forward.close()
     return result.tobytes()
+
+
+def _states(program: Program) -> npt.NDArray[np.int32] | None:
+    """Blocks of a state for one sequence, before which it is zero, if the program has states."""
+    group = program.layout.groups[-1]
+    if not group.is_state:
+        return None
+    first = 1 + -(-_TOKENS // BLOCK_TOKENS)
+    blocks = np.arange(first, first + group.num_parts)
+    return np.stack([np.full(group.num_parts, -1), blocks]).astype(np.int32)
 
 
 def _blocks(encoding: Encoding) -> npt.NDArray[np.uint8]:
@@ -120,6 +132,6 @@ def _bytes(count: int) -> npt.NDArray[np.uint8]:
     return (numbers >> np.uint64(51)).astype(np.uint8)
 
 
-def _numbers(count: int) -> npt.NDArray[np.float32]:
+def _numbers(*shape: int) -> npt.NDArray[np.float32]:
     """Fixed numbers from -1/2 to 1/2."""
-    return (_bytes(count).astype(np.float32) - np.float32(127.5)) * np.float32(2.0**-8)
+    return (_bytes(math.prod(shape)).reshape(shape).astype(np.float32) - np.float32(127.5)) * np.float32(2.0**-8)

@@ -220,6 +220,11 @@ void Forward::embed(const Op& op, std::int64_t row, const Span& span) const {
 // Row `index` of a table, times a factor.
 void Forward::row_of(const Weight& table, std::int64_t index, float factor, float* out) const {
     const std::int64_t n = table.columns;
+    if (table.is_stored_blocks()) {
+        const Kind kind = table.stored_kind();
+        read_row(kind, static_cast<const std::uint8_t*>(table.data) + index * stored_row_bytes(kind, n), n, out);
+        return elements.widen(FloatType::f32, out, factor, n, out);
+    }
     if (!table.is_packed()) {
         const std::int64_t size = table.float_type() == 0 ? 4 : 2;
         const void* stored = static_cast<const std::uint8_t*>(table.data) + index * n * size;
@@ -263,6 +268,10 @@ void Forward::one_row(const Op& op, std::int64_t row, const Span& span) const {
         std::memcpy(out, x, sizeof(float) * std::size_t(op.columns));
     else if (op.action == Action::add)
         elements.add(out, x, op.factor, op.columns, out);
+    else if (op.action == Action::scale)
+        elements.widen(FloatType::f32, x, op.factor, op.columns, out);
+    else if (op.action == Action::cap)
+        elements.cap(x, op.factor, op.columns, out);
     else if (op.action == Action::rates)
         rates(x, vectors.data() + op.vector, op.columns, out);
     else

@@ -129,7 +129,7 @@ void write(const Layout& layout, const Stored& from, int feature, std::uint8_t* 
 void pack(Kind kind, const std::uint8_t* blocks, std::int64_t features, std::int64_t columns, std::uint8_t* panels) {
     const Layout& layout = layout_of(kind);
     const std::int64_t groups = columns / GROUP, in_block = layout.block_columns / GROUP;
-    const std::int64_t row_bytes = columns / layout.block_columns * layout.block_bytes;
+    const std::int64_t row_bytes = stored_row_bytes(kind, columns);
     for (std::int64_t first = 0; first < features; first += PANEL) {
         std::uint8_t* at = panels;
         panels += layout.panel_bytes(groups);
@@ -185,6 +185,29 @@ void unpack_row(const Matrix& w, std::int64_t feature, float* out) {
             if (layout.has_signed_factors()) scale *= float(std::int8_t(group[k / 16 * PANEL + f]));
             else if (layout.is_super) scale *= float(group[f]);
             out[g * GROUP + k] = float(code_of(layout, group, f, k) - layout.zero) * scale + offset;
+        }
+    }
+}
+
+std::int64_t stored_row_bytes(Kind kind, std::int64_t columns) {
+    return columns / layout_of(kind).block_columns * layout_of(kind).block_bytes;
+}
+
+void read_row(Kind kind, const std::uint8_t* blocks, std::int64_t columns, float* out) {
+    const Layout& layout = layout_of(kind);
+    const std::int64_t in_block = layout.block_columns / GROUP;
+    for (std::int64_t g = 0; g < columns / GROUP; g++, out += GROUP) {
+        Stored stored;
+        read(kind, blocks + g / in_block * layout.block_bytes, int(g % in_block), stored);
+        const float whole = half_at(stored.scale);
+        float offset = layout.has_offsets ? half_at(stored.offset) : 0.f;
+        if (layout.is_super && layout.has_offsets) offset *= float(stored.factors[1]);
+        for (int k = 0; k < GROUP; k++) {
+            float scale = whole;
+            if (layout.has_signed_factors()) scale *= float(std::int8_t(stored.factors[k / 16]));
+            else if (layout.is_super) scale *= float(stored.factors[0]);
+            const int code = layout.has_table() ? TABLE[stored.code[k]] : stored.code[k];
+            out[k] = float(code - layout.zero) * scale + offset;
         }
     }
 }

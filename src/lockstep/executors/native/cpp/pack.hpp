@@ -13,4 +13,10 @@ void pack(Kind kind, const std::uint8_t* blocks, std::int64_t features, std::int
 // Converts one row of packed weights to floats [columns]: (code - zero) * scale + offset, with at most two roundings.
 void unpack_row(const Matrix& weights, std::int64_t feature, float* out);
 
+// Bytes of one row of weights as a file stores them; columns are whole blocks.
+std::int64_t stored_row_bytes(Kind kind, std::int64_t columns);
+
+// Converts one row of weights as a file stores them to the same floats.
+void read_row(Kind kind, const std::uint8_t* blocks, std::int64_t columns, float* out);
+
 }  // namespace lockstep::native

@@ -3,6 +3,8 @@
 
 #include <initializer_list>
 
+#include "pack.hpp"
+
 namespace lockstep::native {
 namespace {
 
@@ -29,6 +31,10 @@ const char* weight_fault(const Weight& w) {
     if (!is_within(w.type, NUM_TYPES)) return "a weight has no known type";
     if (w.features < 1 || w.features > MAX_PRODUCT_FEATURES || w.columns < 1 || w.columns > MAX_PRODUCT_COLUMNS)
         return "a weight does not have 1 to 2^24 features and 1 to 2^20 columns";
+    if (w.is_stored_blocks()) {
+        if (w.columns % layout_of(w.stored_kind()).block_columns) return "a weight's columns are no whole blocks";
+        return w.data && w.bytes >= w.features * stored_row_bytes(w.stored_kind(), w.columns) ? nullptr : "a weight is cut";
+    }
     if (!w.is_packed())
         return w.data && w.bytes >= w.features * w.columns * (w.float_type() ? 2 : 4) ? nullptr : "a weight is cut";
     const Matrix m = w.matrix();
@@ -43,6 +49,7 @@ const char* operand_fault(const Program& p, const Op& op, std::int64_t& features
         return "an operation's weights are not there";
     for (std::int32_t i = 0; i < op.num_weights; i++) {
         const Weight& w = p.weights[op.first_weight + i];
+        if (w.is_stored_blocks()) return "a product's weights are not packed";
         if (w.is_packed() ? !has_groups(p, op.in_groups, w.columns) : !has_floats(p, op.in, op.in_at, w.columns))
             return "an operation's input does not have the columns of its weights";
         features += w.features;
@@ -148,6 +155,8 @@ const char* op_fault(const Program& p, const Op& op) {
                 return "a norm's weights are not there";
             return parts_fault(p, op);
         case Action::add:
+        case Action::scale:
+        case Action::cap:
             if (!has_floats(p, op.in, op.in_at, op.columns)) return "an operation's input is not there";
             return has_floats(p, op.out, op.out_at, op.columns) ? nullptr : "an operation's output has no room";
         case Action::quantise:

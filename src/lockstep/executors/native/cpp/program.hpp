@@ -36,6 +36,8 @@ namespace lockstep::native {
 //              of heads at `vector`: of queries, keys and values, in this order. Keys and values lie at `place`. By its
 //              part, this only stores the keys and values of `in`; or it only attends, with the queries that are kept
 //              from column in_at on; or `in` has only queries, which read the keys and values of another layer
+//   scale      out = in * factor
+//   cap        out = factor * tanh(in / factor)
 //   multiply   out = function(in) * out
 //   copy       out = in
 //   rates      out = betas and decays of a delta rule with `columns` value heads, of its inputs in `in` (`rates` of
@@ -49,7 +51,7 @@ namespace lockstep::native {
 //
 // Norms, multiply and copy process `heads` parts of `columns` columns, one by one. They begin `stride` columns apart in
 // `in`, and lie side by side in `out`.
-enum class Action : std::int32_t { embed, norm, quantise, product, gate, add, attention, load, save, multiply, copy, rates, convolve, delta };
+enum class Action : std::int32_t { embed, norm, quantise, product, gate, add, attention, load, save, multiply, copy, rates, convolve, delta, scale, cap };
 enum class Part : std::int32_t { whole, store, attend, read };
 
 struct Op {
@@ -78,7 +80,9 @@ constexpr int MAX_TOKEN_TYPES = 1 << 10;
 constexpr int MAX_GROUPS = 1 << 10, MAX_PARTS = 1 << 16;
 constexpr std::int64_t MAX_BLOCK_BYTES = std::int64_t(1) << 30;
 
-constexpr int NUM_TYPES = KINDS + 3;  // of weights: kinds of panels, then F32, F16 and BF16 as they are stored
+// Types of weights: kinds of panels; F32, F16 and BF16 as they are stored; and kinds of blocks as a file stores them, of
+// which `embed` can read rows.
+constexpr int NUM_TYPES = KINDS + 3 + KINDS;
 
 struct Weight {
     std::int64_t type, features, columns;
@@ -86,7 +90,9 @@ struct Weight {
     std::int64_t bytes;
 
     bool is_packed() const { return type < KINDS; }
+    bool is_stored_blocks() const { return type >= KINDS + 3; }
     int float_type() const { return int(type) - KINDS; }
+    Kind stored_kind() const { return Kind(type - KINDS - 3); }
     std::int64_t panels() const { return (features + PANEL - 1) / PANEL; }
     Matrix matrix() const { return {Kind(type), features, columns, static_cast<const std::uint8_t*>(data)}; }
 };

@@ -53,7 +53,6 @@ struct Recurrent {
     // a single one, the state is read once from memory, in whole lines.
     static constexpr int MANY = 2, ONE = L::REGISTERS >= 32 ? 8 : 4;
 
-
     // sums = S^T k.
     template <int N>
     static void sums(const float* state, std::int64_t stride, const float* keys, int key_dim, V* out) {
@@ -106,9 +105,11 @@ struct Recurrent {
             const float* from = row ? local : before;
             const std::int64_t stride = row ? N * LANES : before_stride;
             if (is_last)
-                token<N, false>(from, stride, after, after_stride, tile.key_dim, queries, keys, nullptr, decay, change, out, sum);
+                token<N, false>(from, stride, after, after_stride, tile.key_dim, queries, keys, nullptr, decay, change,
+                                out, sum);
             else
-                token<N, true>(from, stride, local, N * LANES, tile.key_dim, queries, keys, next, decay, change, out, sum);
+                token<N, true>(from, stride, local, N * LANES, tile.key_dim, queries, keys, next, decay, change, out,
+                               sum);
             for (int n = 0; n < N; n++)
                 lanes.store(tile.out + row * tile.out_stride + at + n * LANES, M::canonical(out[n]));
         }
