@@ -157,8 +157,9 @@ def test_any_configuration_is_a_program_that_runs(
     mixers = (kinds[0], "attention") if kinds else ()
     shape = replace(
         TINY[name], num_layers=len(mixers) or 1, hidden_size=16 * hidden, intermediate_size=24 * inner,
-        vocab_size=vocab, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, tied_embeddings=tied, windows=(),
-        rotary_dim=None, unrotated_layers=(), mixers=mixers, full_head_dim=None, kv_owners=(), intermediate_sizes=(),
+        vocab_size=vocab, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, tied_embeddings=tied,
+        windows=(), rotary_dim=None, unrotated_layers=(), mixers=mixers, full_head_dim=None, kv_owners=(),
+        intermediate_sizes=(),
     )  # fmt: skip
     tokens = (np.arange(length) % vocab).tolist()
     with loaded(random_artifact(shape, "F32"), 4, 0, quantize=quantize) as executor:
