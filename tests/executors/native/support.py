@@ -20,6 +20,7 @@ from lockstep.executors.base import Logits, StepBatch
 from lockstep.executors.fixed_plans import Regions, step_of
 from lockstep.executors.native.executor import NativeExecutor
 from lockstep.executors.rotary import inverse_frequencies
+from tools.random_gemma4 import flattened
 from tools.random_models import SHAPES, Shape, random_tensor, stored_encoding, tensor_shapes
 
 Floats = npt.NDArray[np.float64]
@@ -57,7 +58,8 @@ def random_artifact(shape: Shape = TINY_LLAMA, encoding: str = "F32", seed: int 
     tensors = {}
     for name, size in tensor_shapes(shape).items():
         stored = stored_encoding(shape, name, size, encoding)
-        tensors[name] = Tensor(name, Encoding(stored), size, random_tensor(name, size, stored, seed))
+        numbers = flattened(shape, name, random_tensor(name, size, stored, seed))
+        tensors[name] = Tensor(name, Encoding(stored), size, numbers)
     config = config_of(shape)
     return artifact_of(config, split_fused(config, tensors, Path("memory")), f"{shape}-{encoding}-{seed}")
 
