@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,6 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _MAX_COLUMNS = 1 << 20
 """Maximum columns of a matrix."""
 _MAX_SIZE = 1 << 24
-_WRAPPED, _PLAIN = "model.language_model.", "model."
-_UNUSED = re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*", re.ASCII)
-"""Tensors of image and audio input."""
 _OF_OWNERS = re.compile(r"model\.layers\.([0-9]+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", re.ASCII)
 GGUF_NAMES: Mapping[str, str] = {
     "inp_gate": "per_layer_input_gate",
@@ -49,16 +45,6 @@ GGUF_GLOBAL_NAMES: Mapping[str, str] = {
     "per_layer_model_proj.weight": PER_LAYER_PROJECTION,
     "per_layer_proj_norm.weight": f"{PER_LAYER_NORM}.weight",
 }
-
-
-def text_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a Hugging Face file that also reads images, and leave out those without effect on text."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if not _UNUSED.fullmatch(name):
-            canonical = _PLAIN + name.removeprefix(_WRAPPED) if name.startswith(_WRAPPED) else name
-            found[canonical] = replace(tensor, name=canonical)
-    return found
 
 
 def read_huggingface_gemma4(declared: Metadata, architecture: Architecture, num_layers: int) -> ModelConfig:

@@ -213,7 +213,7 @@ def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Te
     elif architecture == "gemma4":
         names |= gemma4.GGUF_NAMES
         global_names |= gemma4.GGUF_GLOBAL_NAMES
-        whole_names = dict(gemma4.GGUF_WHOLE_NAMES)
+        whole_names |= gemma4.GGUF_WHOLE_NAMES
     elif row is not None and row.fused:
         names |= _FUSED_NAMES
     renamed: dict[str, Tensor] = {}

@@ -25,7 +25,6 @@ from lockstep.artifacts.embedding import (
 )
 from lockstep.artifacts.encoders import canonical_tensors
 from lockstep.artifacts.fingerprint import files_fingerprint
-from lockstep.artifacts.gemma4 import text_tensors
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
 from lockstep.artifacts.huggingface_config import has_head, read_config, text_part
 from lockstep.artifacts.hybrids import huggingface_tensors
@@ -84,8 +83,6 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         config = replace(config, tied_embeddings=config.tied_embeddings or LM_HEAD not in tensors)
     if row.recurrent:
         tensors = huggingface_tensors(config, tensors)
-    elif config.architecture == "gemma4":
-        tensors = text_tensors(tensors)
     tensors = split_fused(config, tensors, path)
     check_tensors(config, tensors, path)
     small = [name for name in SMALL_FILES if (path / name).is_file()]
