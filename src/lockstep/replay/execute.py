@@ -454,8 +454,8 @@ def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
 
 
 def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineOptions) -> LoadOptions:
-    """Recorded sizes of the model, with this machine's compute options. The engine gets its recorded limits, and a
-    decoder the task that accepts every request, since only those that the server accepted are recorded."""
+    """Recorded sizes of the model, with this machine's compute options. The engine gets its recorded limits, and the
+    model a task that accepts every request, since only those that the server accepted are recorded."""
     config, environment = engine.config, engine.environment
     options = EngineOptions(
         max_model_len=(config.max_model_len - 1) // engine.num_stages + 1,
@@ -470,4 +470,4 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineO
         quantize=None if quantize == "none" else quantize,
     )
     is_encoder = engine.num_stages > 1
-    return LoadOptions(options, executor, cache_dir, task=None if is_encoder else "generate")
+    return LoadOptions(options, executor, cache_dir, task="embed" if is_encoder else "generate")
