@@ -95,7 +95,7 @@ def test_a_reranker_sorts_documents_for_people_and_keeps_their_order_as_json(run
     assert run(reranker, query, piped="\n".join(documents))[1].splitlines() == sorted(shown, reverse=True)
 
 
-def test_long_texts_are_cut_where_the_flag_says_so(run: Run, embedder: str, reranker: str) -> None:
+def test_long_texts_are_cut_at_the_flag(run: Run, embedder: str, reranker: str) -> None:
     long = "refund " * 500
     code, _, err = run(embedder, "hi", long)
     assert (code, "prompts[1]: the text has 502 tokens" in err) == (2, True), err

@@ -17,7 +17,7 @@ _MESSAGES = ({"role": "user", "content": "."},)
 
 
 class _Tokenizer(Protocol):
-    """What is used of `lockstep.engine.tokenizer.Tokenizer`."""
+    """The part of `lockstep.engine.tokenizer.Tokenizer` that is used here."""
 
     def render_chat(
         self,

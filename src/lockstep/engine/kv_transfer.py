@@ -163,7 +163,7 @@ class KVTransfer:
         return ready if check is None else [*ready, check]
 
     def _find(self, live: LiveRequest) -> _Found | None:
-        """What the store has of a prompt; None: nothing that the device does not have."""
+        """Stored contents with which a prompt can continue; None: none that the device lacks."""
         request = live.core_request
         config = self._scheduler.config
         if not (request.reads_cache and config.enable_prefix_caching and request.block_hashes):

@@ -6,12 +6,11 @@ This module depends on no executor, so that reading options stays cheap.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lockstep.artifacts.task import Task
-from lockstep.core.groups import ONE_GROUP, KVGroup
 from lockstep.core.policy import Order, SchedulerConfig, SchedulerLimits, least_batched_tokens
 from lockstep.errors import ConfigError
 from lockstep.executors.options import ExecutorOptions
@@ -95,7 +94,6 @@ class EngineOptions(SchedulerLimits):
         max_model_len: int,
         num_stages: int = 1,
         step_positions: int | None = None,
-        groups: tuple[KVGroup, ...] = ONE_GROUP,
     ) -> SchedulerConfig:
         """The scheduler's configuration with the sizes chosen at load.
 
@@ -123,7 +121,6 @@ class EngineOptions(SchedulerLimits):
             num_host_blocks=num_host_blocks,
             max_model_len=max_model_len,
             max_num_batched_tokens=min(batched, MOST),
-            groups=groups,
             order=self.order or "fcfs",
             **limits,
         )
@@ -236,8 +233,8 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
         max_model_len=max_model_len,
         num_stages=geometry.num_stages,
         step_positions=geometry.step_positions,
-        groups=geometry.groups,
     )
+    config = replace(config, groups=geometry.groups)
     if config.most_positions() < 1:
         raise ConfigError(
             f"the KV pool would hold {num_blocks} blocks of {geometry.bytes_per_block} bytes; one sequence needs "

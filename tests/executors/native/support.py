@@ -158,7 +158,7 @@ def batch_of(
 
 
 def regions_of(executor: NativeExecutor) -> Regions:
-    """The regions of an executor's pool. Each has as many blocks as `loaded` was asked for."""
+    """The regions of an executor's pool. Each has as many blocks as `loaded` was loaded for."""
     return Regions.of(executor.geometry, executor.num_blocks)
 
 

@@ -94,7 +94,7 @@ def test_blocks_behind_a_window_are_not_read(storage: str, isa: str) -> None:
             assert np.array_equal(part, expected[begin:end])
 
 
-def test_a_spoilt_column_that_a_token_sees_is_noticed() -> None:
+def test_a_damaged_column_that_a_token_sees_is_noticed() -> None:
     """The negative twin: with one column more gone, the answer is not a number."""
     tokens = tokens_of()
     with loaded(random_artifact(TWO_WINDOWS, "Q8_0"), 20) as executor:
