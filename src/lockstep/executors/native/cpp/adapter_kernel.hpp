@@ -1,7 +1,7 @@
 // Kernel of low-rank adapters over an instruction set's lanes; adapter_kernel_*.cpp instantiate it.
 #pragma once
 
-#include <algorithm>
+#include <type_traits>
 
 #include "adapters.hpp"
 #include "elements.hpp"
