@@ -147,8 +147,8 @@ class _Unfused(_Builder):
             at += self.matrices[name].features
 
 
-def unfused_program(config: ModelConfig, *arguments: Any) -> Program:
-    return _Unfused(config, *arguments[:-1], layout=kv_layout(config, arguments[-1])).build()
+def unfused_program(config: ModelConfig, matrices: Any, vector: Any, has: Any, rotations: Any, storage: str) -> Program:
+    return _Unfused(config, matrices, vector, has, rotations, kv_layout(config, storage)).build()
 
 
 @pytest.mark.parametrize("encoding", ["Q8_0", "F32"])

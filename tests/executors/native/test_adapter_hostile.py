@@ -106,9 +106,10 @@ def test_cut_misplaced_and_repeated_numbers_are_refused(forward: Forward, progra
     for field in ("a", "b"):
         whole = getattr(last, field)
         for part, reason in ((whole[:-1], "cut"), (whole[:0], "cut"), (np.resize(whole, len(whole) + 2)[2:], "line")):
+            changes: dict[str, Any] = {field: part}
+            wrong = last._replace(**changes)
             with pytest.raises(ExecutorError, match=reason):
-                changes: dict[str, Any] = {field: part}
-                load(last._replace(**changes))
+                load(wrong)
     with pytest.raises(ExecutorError, match="twice"):
         load(last, last)
     with pytest.raises(ExecutorError, match="no weights"):
