@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 from lockstep.core.groups import ONE_GROUP, KVGroup
 from lockstep.core.step import StepPlan
+
+if TYPE_CHECKING:
+    from lockstep.artifacts.adapter import Adapter
 
 Logits = npt.NDArray[np.float32]
 Blocks = npt.NDArray[np.uint8]
@@ -62,6 +65,8 @@ class StepBatch(msgspec.Struct, frozen=True):
     """Indices into ``token_ids`` whose hidden states are needed; None: none."""
     prompt_rows: npt.NDArray[np.int64] | None = None
     """Indices into ``token_ids`` whose logits are requested afterwards, by `Executor.prompt_logits`; None: none."""
+    adapters: npt.NDArray[np.int32] | None = None
+    """[num_tokens], the slot of each token's adapter (`AdapterHost`), 0: none. None: no token has an adapter."""
 
 
 class Executor(Protocol):
@@ -144,6 +149,33 @@ class VectorHead(Protocol):
 
         Raises:
             ExecutorError: the model has no such layers, or the vectors have another size.
+        """
+        ...
+
+
+@runtime_checkable
+class AdapterHost(Protocol):
+    """Additional protocol of an `Executor` that computes tokens with LoRA adapters. Adapters are loaded and unloaded
+    between two calls of ``execute``, without a change of the base model's memory or bits."""
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Memory of the loaded adapters."""
+        ...
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        """Load an adapter that was opened for this model: its slot, from 1 on.
+
+        Raises:
+            ExecutorError: the adapter does not fit the model, all slots are filled, or there is not enough memory.
+        """
+        ...
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empty a slot. The caller ensures that no later step uses it.
+
+        Raises:
+            ExecutorError: the slot is empty.
         """
         ...
 

@@ -69,6 +69,7 @@ class Assembly:
         """Fields of an operation for weights side by side."""
         first = len(self.program.weights)
         self.program.weights += [self.matrices[name] for name in names]
+        self.program.weight_names += names
         return {"first_weight": first, "num_weights": len(names)}
 
     def add_places(self, layer: int) -> int:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.adapter import Adapter, AdapterTarget
 from lockstep.artifacts.hybrids import KERNELS
 from lockstep.artifacts.layout import expected_tensors
 from lockstep.artifacts.model import DeltaNet, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import BLOCKS
+from lockstep.executors.native.adapters import PackedAdapter, pack_adapter
 from lockstep.executors.native.forward import BLOCK_TOKENS, Forward
 from lockstep.executors.native.library import NativeLibrary
 from lockstep.executors.native.operations import Program
@@ -65,10 +68,15 @@ def _results(library: NativeLibrary) -> Iterator[tuple[str, bytes]]:
         yield f"a forward pass with {storage} keys and values", _pass(library, _CONFIG, storage)
     yield "a forward pass with states", _pass(library, _HYBRID, "f16")
     yield "an encoder's forward pass", _pass(library, _ENCODER, "f16")
+    yield "a forward pass with an adapter", _pass(library, _CONFIG, "f16", adapter_rank=5)
 
 
-def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
-    """Logits of a decoder, or hidden states of an encoder."""
+def _pass(library: NativeLibrary, config: ModelConfig, storage: str, adapter_rank: int = 0) -> bytes:
+    """Logits of a decoder, or hidden states of an encoder.
+
+    Args:
+        adapter_rank: rank of an adapter that every second token has; 0: none.
+    """
     matrices = {
         name: Matrix(Encoding.F32, *shape, _numbers(*shape).view(np.uint8).reshape(-1))
         for name, shape in expected_tensors(config).items()
@@ -94,7 +102,11 @@ def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
                 wanted = rows[: _TOKENS if stage == config.num_layers else 0]
                 result = forward.step(token_ids, plan, cache, wanted, totals, stage)
         else:
-            forward.step(token_ids, plan, cache, rows[:0], states=_states(program))
+            adapters = None
+            if adapter_rank:
+                forward.load_adapter(1, _adapter(program, adapter_rank))
+                adapters = (rows % 2).astype(np.int32)
+            forward.step(token_ids, plan, cache, rows[:0], states=_states(program), adapters=adapters)
             forward.logits(rows, result)
         forward.close()
     return result.tobytes()
@@ -108,6 +120,18 @@ def _states(program: Program) -> npt.NDArray[np.int32] | None:
     first = 1 + -(-_TOKENS // BLOCK_TOKENS)
     blocks = np.arange(first, first + group.num_parts)
     return np.stack([np.full(group.num_parts, -1), blocks]).astype(np.int32)
+
+
+def _adapter(program: Program, rank: int) -> PackedAdapter:
+    """An adapter of all products of the layers."""
+    targets, indices = {}, {}
+    for index, (name, matrix) in enumerate(zip(program.weight_names, program.weights, strict=True)):
+        if name.startswith("model.layers."):
+            a, b = ((rank, matrix.columns), (matrix.features, rank))
+            halves = [_numbers(shape[0] * shape[1]).astype(np.float16).reshape(shape) for shape in (a, b)]
+            parts = [Tensor(name, Encoding.F16, half.shape, half) for half in halves]
+            targets[name], indices[name] = AdapterTarget(parts[0], parts[1], 0.5), [index]
+    return pack_adapter(Adapter("check", Path(), "", rank, 0.5, targets, 0), indices)
 
 
 def _blocks(encoding: Encoding) -> npt.NDArray[np.uint8]:

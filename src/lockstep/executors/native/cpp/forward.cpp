@@ -11,9 +11,8 @@
 namespace lockstep::native {
 namespace {
 
-constexpr std::int64_t BLOCK_ROWS = 48;          // rows that a thread takes through a part of the body
 constexpr std::int64_t SHARED_ROWS_PER_THREAD = 24;  // up to this, threads share features
-constexpr std::int64_t PARALLEL_ROWS = 8;        // with fewer, one thread normalises rows faster than several
+constexpr std::int64_t PARALLEL_ROWS = 8;            // with fewer, one thread normalises rows faster than several
 constexpr std::int64_t LINE = 64;
 
 bool is_recurrent(const Op& op) { return op.action == Action::convolve || op.action == Action::delta; }
@@ -63,16 +62,6 @@ void Memory::release() {
     data = nullptr, size = 0;
 }
 
-// Rows of a step that are computed together: the first one and their number; their short-lived buffers, and for how
-// many rows these have room; the destination of logits; and the threads that share the work.
-struct Forward::Span {
-    std::int64_t first, count;
-    std::uint8_t* area;
-    std::int64_t room;
-    float* logits;
-    Pool* pool;
-};
-
 Forward::Forward(const Program& p, const char* isa, Pool* pool)
     : ops(p.ops, p.ops + p.num_ops),
       weights(p.weights, p.weights + p.num_weights),
@@ -92,7 +81,9 @@ Forward::Forward(const Program& p, const char* isa, Pool* pool)
       step_memory(buffers.size()),
       turns(rotaries.size()),
       num_stages(1),
-      positions(positions_of(p)) {
+      positions(positions_of(p)),
+      adapters(isa) {
+    program.ops = ops.data(), program.weights = weights.data();
     program.groups = groups_of_layers.data(), program.places = places_in_blocks.data();
     for (const Op& op : ops) num_stages += op.action == Action::attention && op.part == Part::attend;
     for (std::size_t i = 0; i < buffers.size(); i++) {
@@ -120,10 +111,28 @@ Numbers* Forward::groups(std::int32_t buffer, std::int64_t row, const Span& span
 
 // -- operations -------------------------------------------------------------------------------------------------------
 
-// Multiplies one panel of a weight with `count` rows, some at a time: take(outputs [rows][PANEL], first row, rows).
+// Multiplies one panel of a weight with `count` rows, some at a time: take(outputs [rows][PANEL], first row, rows);
+// and adds what the rows' adapters change.
 template <class F>
 void Forward::multiply_panel(const Op& op, const Weight& w, std::int64_t panel, const Span& span, std::int64_t first,
                              std::int64_t count, const F& take) const {
+    std::int64_t num_tiles = 0;
+    if (span.has_tokens) adapters.tiles_of(first, count, num_tiles);
+    if (!num_tiles) return multiply_base(op, w, panel, span, first, count, take);
+    alignas(LINE) float sums[BLOCK_ROWS * PANEL];
+    for (const std::int64_t end = first + count; first < end; first += BLOCK_ROWS) {
+        const std::int64_t rows = std::min(BLOCK_ROWS, end - first);
+        multiply_base(op, w, panel, span, first, rows, [&](const float* y, std::int64_t row, int some) {
+            std::memcpy(sums + (row - first) * PANEL, y, sizeof(float) * std::size_t(some) * PANEL);
+        });
+        adapt(op, &w - &weights[op.first_weight], panel, first, rows, sums);
+        take(sums, first, int(rows));
+    }
+}
+
+template <class F>
+void Forward::multiply_base(const Op& op, const Weight& w, std::int64_t panel, const Span& span, std::int64_t first,
+                            std::int64_t count, const F& take) const {
     alignas(LINE) float result[BLOCK_ROWS * PANEL];
     if (w.is_packed()) {
         const Numbers* x = groups(op.in_groups, first, span);
@@ -294,9 +303,9 @@ void Forward::run_ops(std::int64_t first, std::int64_t last, const Span& span) c
     for (std::int64_t i = first; i < last; i++) {
         const Op& op = ops[i];
         if (op.action == Action::product) {
-            product(op, span);
+            lower(op, span), product(op, span);
         } else if (op.action == Action::gate) {
-            gate(op, span);
+            lower(op, span), gate(op, span);
         } else {
             share(span.count < PARALLEL_ROWS ? nullptr : span.pool, span.count, [&](std::int64_t begin, std::int64_t end) {
                 for (std::int64_t row = begin; row < end; row++) one_row(op, span.first + row, span);
@@ -310,15 +319,15 @@ void Forward::run_ops(std::int64_t first, std::int64_t last, const Span& span) c
 // Runs the operations between two attentions.
 void Forward::run_segment(std::int64_t first, std::int64_t last) {
     const std::int64_t tokens = input.num_tokens;
-    if (tokens <= shared_rows) return run_ops(first, last, {0, tokens, areas.data, tokens, nullptr, pool});
-    const std::int64_t threads = threads_of(pool), count = std::max((tokens + BLOCK_ROWS - 1) / BLOCK_ROWS, threads);
+    if (tokens <= shared_rows) return run_ops(first, last, {0, tokens, areas.data, tokens, nullptr, pool, true});
+    const std::int64_t threads = threads_of(pool), count = num_chunks(tokens);
     std::atomic<std::int64_t> next{0};
     share(pool, threads, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t thread = begin; thread < end; thread++) {
             std::uint8_t* area = areas.data + thread * BLOCK_ROWS * area_row_bytes;
             for (std::int64_t i = next++; i < count; i = next++) {
-                const std::int64_t from = tokens * i / count, to = tokens * (i + 1) / count;
-                run_ops(first, last, {from, to - from, area, BLOCK_ROWS, nullptr, nullptr});
+                const std::int64_t from = chunk_begin(i, tokens), to = chunk_begin(i + 1, tokens);
+                run_ops(first, last, {from, to - from, area, BLOCK_ROWS, nullptr, nullptr, true});
             }
         }
     });
