@@ -178,6 +178,12 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return expected | _head_tensors(config)
 
 
+def bytes_per_rank(config: ModelConfig) -> int:
+    """Bytes of an adapter of rank 1 on all linear layers, in 16 bits: of A [1, columns] and B [rows, 1] for each."""
+    shapes = [shape for name, shape in expected_tensors(config).items() if "_proj." in name and len(shape) == 2]
+    return sum(2 * (rows + columns) for rows, columns in shapes)
+
+
 def _norm_tensors(config: ModelConfig, name: str, size: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.{kind}": (size,) for kind in ("weight", "bias")[: 1 + config.norm_bias]}
 

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.model import EmbeddingConfig, TokenizerParts
+from lockstep.artifacts.adapter import Adapter, open_adapter
+from lockstep.artifacts.layout import bytes_per_rank
+from lockstep.artifacts.model import Artifact, EmbeddingConfig, TokenizerParts
 from lockstep.artifacts.task import Task
 from lockstep.core.policy import SchedulerConfig, positions_that_fit
-from lockstep.engine.options import LoadOptions, Progress, plan_config
+from lockstep.engine.adapters import AdapterSupport, OpenAdapter
+from lockstep.engine.options import AdapterSource, LoadOptions, Progress, plan_config
 from lockstep.engine.scoring import Scoring, scoring_of
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import ChatTemplateError, UsageError
-from lockstep.executors.base import Executor
+from lockstep.errors import ChatTemplateError, ConfigError, UnsupportedArtifactError, UsageError
+from lockstep.executors.base import AdapterHost, Executor
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.executors.machine import available_memory_bytes
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
-from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
+from lockstep.executors.stub import (
+    STUB_BYTES_PER_RANK,
+    StubExecutor,
+    StubOptions,
+    open_stub_adapter,
+    stub_tokenizer_parts,
+)
 
 if TYPE_CHECKING:
     from lockstep.artifacts.hub.source import DownloadProgress
@@ -53,6 +63,8 @@ class LoadedModel:
     task: Task = "generate"
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     """How the model makes vectors."""
+    adapters: AdapterSupport | None = None
+    """How the model computes with adapters; None: it was loaded without."""
 
     @property
     def vocab_size(self) -> int:
@@ -119,7 +131,8 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
     own = replace(options.executor, cache_dir=cache_dir)
     executor = load_executor(artifact, own, report, tokenizer.separator_id)
     try:
-        free_bytes = available_memory_bytes() - executor.geometry.mapped_bytes
+        support = _adapter_support(executor, options, partial(_open_adapter, artifact), bytes_per_rank(artifact.config))
+        free_bytes = available_memory_bytes() - executor.geometry.mapped_bytes - (support.max_bytes if support else 0)
         config = plan_config(options.engine, executor.geometry, max(0, free_bytes))
         executor.allocate(config.num_blocks, config.num_host_blocks)
     except BaseException:
@@ -136,8 +149,62 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
         weights_bytes=executor.geometry.weights_bytes,
         task=task,
         embedding=artifact.embedding or EmbeddingConfig(),
+        adapters=support,
     )
     return loaded, config
+
+
+def _adapter_support(
+    executor: Executor, options: LoadOptions, open_: OpenAdapter, bytes_per_rank: int
+) -> AdapterSupport | None:
+    """Open the adapters of the options; None: the model is loaded without any.
+
+    Raises:
+        ArtifactError: an adapter cannot be used with this model.
+        ConfigError: this kind of model has no adapters.
+        UsageError: an adapter is larger than a slot.
+    """
+    if not options.has_adapters:
+        return None
+    if not isinstance(executor, AdapterHost) or executor.geometry.num_stages > 1:
+        raise ConfigError("this model cannot have LoRA adapters; only models that generate text can")
+    engine = options.engine
+    opened = [checked_adapter(open_(each.name, each.path), each) for each in options.adapters]
+    support = AdapterSupport(executor, open_, engine.max_loras, engine.max_lora_rank, bytes_per_rank, opened)
+    for adapter in opened:
+        support.check(adapter)
+    return support
+
+
+def checked_adapter(adapter: Adapter, source: AdapterSource) -> Adapter:
+    """Raise ArtifactError if an opened adapter has another content than expected."""
+    if source.fingerprint and adapter.fingerprint != source.fingerprint:
+        raise UnsupportedArtifactError(
+            f"the adapter has fingerprint {adapter.fingerprint}; expected is {source.fingerprint}; "
+            "its files were changed meanwhile, so apply them again",
+            path=source.path,
+        )
+    return adapter
+
+
+def open_adapters(source: str, adapters: Sequence[AdapterSource], cache_dir: Path | None = None) -> tuple[Adapter, ...]:
+    """Open adapters of a model that is not loaded.
+
+    Raises:
+        ArtifactError: the model cannot be served, or an adapter cannot be used with it.
+    """
+    if not adapters:
+        return ()
+    open_: OpenAdapter = open_stub_adapter
+    if not source.startswith(STUB_SCHEME):
+        from lockstep.artifacts.source import open_artifact
+
+        open_ = partial(_open_adapter, open_artifact(source, cache_dir=cache_dir or default_cache_dir()))
+    return tuple([checked_adapter(open_(each.name, each.path), each) for each in adapters])
+
+
+def _open_adapter(artifact: Artifact, name: str, path: str) -> Adapter:
+    return replace(open_adapter(Path(path).expanduser(), artifact), name=name)
 
 
 def _load_stub(source: str, options: LoadOptions, report: Progress) -> tuple[LoadedModel, SchedulerConfig]:
@@ -145,8 +212,17 @@ def _load_stub(source: str, options: LoadOptions, report: Progress) -> tuple[Loa
     executor = StubExecutor(stub)
     config = plan_config(options.engine, executor.geometry, STUB_POOL_BYTES)
     tokenizer = load_tokenizer(stub_tokenizer_parts(stub.name), options)
-    grammars = _grammars(tokenizer, executor)
-    return LoadedModel(stub.name, source, f"stub-{stub.name}", executor, tokenizer, grammars, {}), config
+    loaded = LoadedModel(
+        stub.name,
+        source,
+        f"stub-{stub.name}",
+        executor,
+        tokenizer,
+        _grammars(tokenizer, executor),
+        {},
+        adapters=_adapter_support(executor, options, open_stub_adapter, STUB_BYTES_PER_RANK),
+    )
+    return loaded, config
 
 
 def _grammars(tokenizer: Tokenizer, executor: Executor) -> GrammarCompiler:

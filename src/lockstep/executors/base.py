@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 from lockstep.core.groups import ONE_GROUP, KVGroup
 from lockstep.core.step import StepPlan
+
+if TYPE_CHECKING:
+    from lockstep.artifacts.adapter import Adapter
 
 Logits = npt.NDArray[np.float32]
 Blocks = npt.NDArray[np.uint8]
@@ -62,6 +65,9 @@ class StepBatch(msgspec.Struct, frozen=True):
     """Indices into ``token_ids`` whose hidden states are needed; None: none."""
     prompt_rows: npt.NDArray[np.int64] | None = None
     """Indices into ``token_ids`` whose logits are requested afterwards, by `Executor.prompt_logits`; None: none."""
+    adapters: npt.NDArray[np.int32] | None = None
+    """[num_tokens]: slot of the adapter with which each token is computed, see `AdapterHost`; 0: the base model alone.
+    None: no token has an adapter."""
 
 
 class Executor(Protocol):
@@ -158,6 +164,29 @@ class SequenceObserver(Protocol):
 
     def end(self, seq_id: int) -> None:
         """Called when a sequence has ended and no more of its chunks follow."""
+        ...
+
+
+@runtime_checkable
+class AdapterHost(Protocol):
+    """Additional protocol of an executor that computes tokens with adapters. Its methods are called between two calls
+    of ``execute``."""
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        """Load an adapter that fits the model. Returns its slot, from 1, for `StepBatch.adapters`.
+
+        Raises:
+            ExecutorError: there is no memory for it.
+        """
+        ...
+
+    def unload_adapter(self, slot: int) -> None:
+        """Free a slot that no sequence uses."""
+        ...
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Memory of all loaded adapters."""
         ...
 
 
