@@ -270,6 +270,16 @@ def source(node: YamlNode) -> str:
     return value
 
 
+def adapter(node: YamlNode) -> str:
+    """Read the path of an adapter; nothing is opened."""
+    value = text(node)
+    if _CONTROL.search(value) or "\n" in value:
+        raise ConfigError(f"is {shown(value)}; a path has no control characters")
+    if "://" in value:
+        raise ConfigError(f"is {shown(value)}; it must be a path of a PEFT directory or a GGUF file on this machine")
+    return value
+
+
 def check_source(value: str) -> None:
     """Raise ConfigError for a source that names no artifact; the error's text omits the subject."""
     from lockstep.artifacts.hub.source import parse_hub_source
@@ -392,6 +402,7 @@ def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, ManifestKe
     remote = remote_keys(environment)
     return {
         "source": ManifestKey(source),
+        "adapter": ManifestKey(adapter),
         "tier": ManifestKey(one_of(TIERS, [tier.value for tier in Tier]), write=lambda tier: tier.value),
         "priority": ManifestKey(priority, write=_priority_text),
         "max_active_sessions": ManifestKey(whole(1)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from lockstep.cluster.manifest import Hosts, Manifest, Tier
@@ -148,11 +149,13 @@ async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
     gone = [replica for replica in state.replicas.all() if replica not in models.replicas]
     try:
         await _load(state, models, opened, gone)
+        before = await _offer_adapters(state, opened)
         opened = state.weighed(opened)  # until now the larger budget of the two manifests applied
     except BaseException:
         await _undo(state, models, [replica for replica in models.replicas if replica not in known], gone, restored)
         raise
     state.apply(models, opened)
+    await _use_adapters(state, before)
     num_busy = sum(replica.num_busy for replica in gone)
     num_cut = await _remove(state, gone, state.options.drain_s)
     await _close_remotes(old, models)
@@ -162,6 +165,29 @@ async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
     return Replaced(
         manifest.cluster, added, removed, changed, unchanged, num_drained, num_cut, duration_ms, manifest.notes
     )
+
+
+async def _offer_adapters(state: ClusterState, opened: OpenedManifest) -> list[ReplicaState]:
+    """Add the new adapters to loaded replicas, whose requests may still use the old ones. Returns these replicas.
+
+    Raises:
+        LockstepError: a replica cannot use its new adapters.
+    """
+    changed = []
+    for spec in {spec.key: spec for spec in opened.specs.values()}.values():
+        replica, new = state.replicas.of(spec), spec.options.adapters
+        old = replica.spec.options.adapters
+        if old != new:
+            names = [each.name for each in new]
+            changed.append(replica)
+            await state.replicas.use_adapters(replica, (*new, *(each for each in old if each.name not in names)))
+    return changed
+
+
+async def _use_adapters(state: ClusterState, replicas: Sequence[ReplicaState]) -> None:
+    """Give replicas exactly the adapters of their specs."""
+    for replica in replicas:
+        await state.replicas.use_adapters(replica, replica.spec.options.adapters)
 
 
 def _links(hosts: Hosts) -> tuple[object, ...]:
@@ -225,6 +251,8 @@ async def _undo(
     await _close_remotes(models, old)
     assert state.opened is not None
     state.apply(old, state.opened)
+    with suppress(LockstepError):  # the previous adapters were in use until now
+        await _use_adapters(state, [replica for replica in old.replicas if replica.spec.options.has_adapters])
     await asyncio.gather(*(state.bring_up(replica) for replica in _resident(old)), return_exceptions=True)
 
 

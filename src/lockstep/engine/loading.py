@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,7 +130,7 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
     own = replace(options.executor, cache_dir=cache_dir)
     executor = load_executor(artifact, own, report, tokenizer.separator_id)
     try:
-        support = _adapter_support(executor, options, partial(_open_adapter, artifact), bytes_per_rank(artifact.config))
+        support = _adapter_support(executor, options, adapter_opener(artifact), bytes_per_rank(artifact.config))
         free_bytes = available_memory_bytes() - executor.geometry.mapped_bytes - (support.max_bytes if support else 0)
         config = plan_config(options.engine, executor.geometry, max(0, free_bytes))
         executor.allocate(config.num_blocks, config.num_host_blocks)
@@ -199,12 +198,27 @@ def open_adapters(source: str, adapters: Sequence[AdapterSource], cache_dir: Pat
     if not source.startswith(STUB_SCHEME):
         from lockstep.artifacts.source import open_artifact
 
-        open_ = partial(_open_adapter, open_artifact(source, cache_dir=cache_dir or default_cache_dir()))
+        open_ = adapter_opener(open_artifact(source, cache_dir=cache_dir or default_cache_dir()))
     return tuple([checked_adapter(open_(each.name, each.path), each) for each in adapters])
 
 
-def _open_adapter(artifact: Artifact, name: str, path: str) -> Adapter:
-    return replace(open_adapter(Path(path).expanduser(), artifact), name=name)
+def with_room_for(options: LoadOptions, adapters: Sequence[Adapter]) -> LoadOptions:
+    """Return load options with a slot for each of the adapters, so that no request waits for one."""
+    if not adapters:
+        return options
+    num_loaded = len({adapter.fingerprint for adapter in adapters})
+    rank = max(adapter.rank for adapter in adapters)
+    engine = replace(options.engine, enable_lora=True, max_loras=num_loaded, max_lora_rank=rank)
+    return replace(options, engine=engine)
+
+
+def adapter_opener(artifact: Artifact) -> OpenAdapter:
+    """Return the function that opens adapters of an artifact."""
+
+    def open_named(name: str, path: str) -> Adapter:
+        return replace(open_adapter(Path(path).expanduser(), artifact), name=name)
+
+    return open_named
 
 
 def _load_stub(source: str, options: LoadOptions, report: Progress) -> tuple[LoadedModel, SchedulerConfig]:

@@ -76,7 +76,7 @@ class EngineOptions(SchedulerLimits):
     """Maximum number of adapters that are loaded at once.
 
     Any number may be named. The least recently used one is unloaded, and requests wait while all are in use."""
-    max_lora_rank: Annotated[int, Range(1, 512)] = 64
+    max_lora_rank: Annotated[int, Range(1, 512)] = 16
     """Maximum rank of an adapter, for which memory is reserved."""
 
     def __post_init__(self) -> None:

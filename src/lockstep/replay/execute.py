@@ -21,7 +21,7 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
-from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model, open_adapters
+from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model, open_adapters, with_room_for
 from lockstep.engine.options import AdapterSource, EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, TraceError
@@ -30,7 +30,7 @@ from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Playback
-from lockstep.replay.recorded_adapters import recorded_adapters, with_room_for
+from lockstep.replay.recorded_adapters import recorded_adapters
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, apply_to_cache
 from lockstep.replay.trace import Trace
 from lockstep.replay.verify_report import DivergedError
@@ -355,7 +355,7 @@ def execute(
     adapters_of = {engine.number: recorded_adapters(trace, engine, given) for engine in engines}
     for engine in engines:
         of_requests = adapters_of[engine.number]
-        options = with_room_for(_load_options(engine, cache_dir, machine), of_requests)
+        options = with_room_for(_load_options(engine, cache_dir, machine), tuple(of_requests.values()))
         model, config = load_model(source, options)
         try:
             differing = [name for name in _SIZES if getattr(config, name) != getattr(engine.config, name)]

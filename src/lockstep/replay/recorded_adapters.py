@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lockstep.artifacts.adapter import Adapter
-from lockstep.engine.options import LoadOptions
 from lockstep.errors import TraceError
 from lockstep.replay.trace import Trace
 from lockstep.worker.flight.entries import EngineEntry, RequestDigest
@@ -37,13 +36,3 @@ def recorded_adapters(trace: Trace, engine: EngineEntry, given: Sequence[Adapter
             )
         found[entry.seq_id] = replace(adapter, name=entry.adapter)
     return found
-
-
-def with_room_for(options: LoadOptions, adapters: Mapping[int, Adapter]) -> LoadOptions:
-    """Return load options with a slot for each of the adapters, so that no request waits for one."""
-    if not adapters:
-        return options
-    num_loaded = len({adapter.fingerprint for adapter in adapters.values()})
-    rank = max(adapter.rank for adapter in adapters.values())
-    engine = replace(options.engine, enable_lora=True, max_loras=num_loaded, max_lora_rank=rank)
-    return replace(options, engine=engine)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_store import KVStore
-from lockstep.engine.loading import load_model
+from lockstep.engine.loading import checked_adapter, load_model
 from lockstep.engine.metrics import MetricsSnapshot
-from lockstep.engine.options import Progress
+from lockstep.engine.options import AdapterSource, Progress
 from lockstep.engine.sessions import SessionChange
+from lockstep.errors import UsageError
 from lockstep.system import SYSTEM, System
 from lockstep.worker.messages import Load, Loaded, TokenizerPayload
 from lockstep.worker.preflight import try_unknown
@@ -102,7 +103,31 @@ def open_replica(
         model.weights_bytes,
         model.task,
         model.text_limit(config),
+        0 if model.adapters is None else model.adapters.max_bytes,
     )
+
+
+def use_adapters(engine: Engine, wanted: Sequence[AdapterSource]) -> None:
+    """Make an engine's adapters these: open those with a new content, then remove the others. Any thread may call it.
+
+    Raises:
+        LockstepError: one of them cannot be used; nothing was changed.
+    """
+    support, known = engine.model.adapters, engine.adapters.names
+    changed = [each for each in wanted if each.name not in known or known[each.name].fingerprint != each.fingerprint]
+    if support is None:
+        if wanted:
+            raise UsageError(f"{engine.model.name} was loaded without adapters; load it again")
+        return
+    opened = [checked_adapter(support.open(each.name, each.path), each) for each in changed]
+    for adapter in opened:
+        support.check(adapter)
+    for adapter in opened:
+        engine.load_adapter(adapter)
+    names = [each.name for each in wanted]
+    for name in known:
+        if name not in names:
+            engine.unload_adapter(name)
 
 
 def throttled(report: Progress, clock: Callable[[], float]) -> Progress:
