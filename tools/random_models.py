@@ -173,7 +173,7 @@ def write_gguf(
         data = as_gguf(shape, name, data)
         raw_type = None if stored in ("F32", "F16") else gguf.GGMLQuantizationType[stored]
         data = data.view(np.uint8) if stored == "BF16" else data
-        writer.add_tensor(_gguf_name(name, shape), np.ascontiguousarray(data), raw_dtype=raw_type)
+        writer.add_tensor(gguf_tensor_name(name, shape), np.ascontiguousarray(data), raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -239,7 +239,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
             file.write(np.ascontiguousarray(tensor).data)
 
 
-def _gguf_name(name: str, shape: Shape) -> str:
+def gguf_tensor_name(name: str, shape: Shape) -> str:
+    """Name of a tensor in GGUF files, by its Hugging Face name."""
     whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     hybrid = gguf_name(shape, name)
     if hybrid is not None:

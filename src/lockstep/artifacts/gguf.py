@@ -97,7 +97,7 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
         ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: see `read_gguf` and `read_config`.
     """
     file = read_gguf(path)
-    tensors = _canonical(file.tensors, file.metadata.text("general.architecture"))
+    tensors = canonical_tensors(file.tensors, file.metadata.text("general.architecture"))
     config = read_config(file, tensors)
     check_config(config, path)
     tensors = without_extra_layers(file.metadata, config, tensors)
@@ -128,7 +128,7 @@ def read_task(path: Path) -> Task:
         ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: see `read_gguf` and `read_config`.
     """
     file = read_gguf(path)
-    config = read_config(file, _canonical(file.tensors, file.metadata.text("general.architecture")))
+    config = read_config(file, canonical_tensors(file.tensors, file.metadata.text("general.architecture")))
     return task_of(config, from_gguf_metadata(file.metadata, config.architecture))
 
 
@@ -190,7 +190,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
     return with_gguf_head(config, metadata, tensors) if config.bidirectional else config
 
 
-def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Tensor]:
+def canonical_tensors(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Tensor]:
     """Rename tensors to canonical names. An unknown name is kept, so that the layout check rejects it."""
     row = ARCHITECTURES.get(architecture)
     names = dict(_LAYER_NAMES)

@@ -66,8 +66,7 @@ class StepBatch(msgspec.Struct, frozen=True):
     prompt_rows: npt.NDArray[np.int64] | None = None
     """Indices into ``token_ids`` whose logits are requested afterwards, by `Executor.prompt_logits`; None: none."""
     adapters: npt.NDArray[np.int32] | None = None
-    """[num_tokens]: slot of the adapter with which each token is computed, see `AdapterHost`; 0: the base model alone.
-    None: no token has an adapter."""
+    """[num_tokens], the slot of each token's adapter (`AdapterHost`), 0: none. None: no token has an adapter."""
 
 
 class Executor(Protocol):
@@ -155,6 +154,33 @@ class VectorHead(Protocol):
 
 
 @runtime_checkable
+class AdapterHost(Protocol):
+    """Additional protocol of an `Executor` that computes tokens with LoRA adapters. Adapters are loaded and unloaded
+    between two calls of ``execute``, without a change of the base model's memory or bits."""
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Memory of the loaded adapters."""
+        ...
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        """Load an adapter that was opened for this model: its slot, from 1 on.
+
+        Raises:
+            ExecutorError: the adapter does not fit the model, all slots are filled, or there is not enough memory.
+        """
+        ...
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empty a slot. The caller ensures that no later step uses it.
+
+        Raises:
+            ExecutorError: the slot is empty.
+        """
+        ...
+
+
+@runtime_checkable
 class SequenceObserver(Protocol):
     """Additional protocol of an executor that needs whole requests and not only chunks, like the stub."""
 
@@ -164,29 +190,6 @@ class SequenceObserver(Protocol):
 
     def end(self, seq_id: int) -> None:
         """Called when a sequence has ended and no more of its chunks follow."""
-        ...
-
-
-@runtime_checkable
-class AdapterHost(Protocol):
-    """Additional protocol of an executor that computes tokens with adapters. Its methods are called between two calls
-    of ``execute``."""
-
-    def load_adapter(self, adapter: Adapter) -> int:
-        """Load an adapter that fits the model. Returns its slot, from 1, for `StepBatch.adapters`.
-
-        Raises:
-            ExecutorError: there is no memory for it.
-        """
-        ...
-
-    def unload_adapter(self, slot: int) -> None:
-        """Free a slot that no sequence uses."""
-        ...
-
-    @property
-    def adapter_bytes(self) -> int:
-        """Memory of all loaded adapters."""
         ...
 
 

@@ -317,6 +317,10 @@ def _check_tokens(batch: StepBatch, num_tokens: int, limits: Limits) -> None:
     if ids.min() < 0 or ids.max() >= limits.vocab_size:
         wrong = int(ids[(ids < 0) | (ids >= limits.vocab_size)][0])
         raise InvalidPlanError(f"step {step}: token id {wrong} is not in the vocabulary of {limits.vocab_size}")
+    if batch.adapters is not None and batch.adapters.shape != (num_tokens,):
+        raise InvalidPlanError(
+            f"step {step}: adapters of shape {list(batch.adapters.shape)}; the plan has {num_tokens} tokens"
+        )
     for rows in (batch.rows, batch.hidden_rows, batch.prompt_rows):
         if rows is None:
             continue

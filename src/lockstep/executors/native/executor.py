@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.adapter import Adapter
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.model import Artifact, ModelConfig
 from lockstep.errors import ExecutorError, InvalidPlanError, UnsupportedArtifactError, UsageError
@@ -16,6 +17,7 @@ from lockstep.executors.base import Geometry, Logits, StepBatch
 from lockstep.executors.kv_layout import BLOCK_TOKENS, KVLayout
 from lockstep.executors.kv_pool import KVPool, PoolOwner
 from lockstep.executors.machine import available_cores
+from lockstep.executors.native.adapters import AdapterSlots, pack_adapter
 from lockstep.executors.native.encoder import EncoderExecutor
 from lockstep.executors.native.forward import Forward
 from lockstep.executors.native.library import NativeLibrary, native_library
@@ -72,7 +74,10 @@ def load_executor(
     if config.bidirectional:
         block_bytes = program.layout.block_bytes
         return EncoderExecutor(artifact, weights, forward, environment, machine, block_bytes, separator_id)
-    return NativeExecutor(artifact, weights, forward, environment, machine, program.layout)
+    weights_of: dict[str, list[int]] = {}
+    for index, name in enumerate(program.weight_names):
+        weights_of.setdefault(name, []).append(index)
+    return NativeExecutor(artifact, weights, forward, environment, machine, program.layout, weights_of)
 
 
 def environment_of(artifact: Artifact, options: ExecutorOptions) -> dict[str, str]:
@@ -154,6 +159,7 @@ class NativeExecutor(PoolOwner):
         environment: Mapping[str, str],
         machine: Mapping[str, str],
         layout: KVLayout,
+        weights_of: Mapping[str, Sequence[int]],
     ) -> None:
         config = artifact.config
         self.environment, self.machine = environment, machine
@@ -167,7 +173,7 @@ class NativeExecutor(PoolOwner):
             weights_bytes=weights.num_bytes,
             mapped_bytes=weights.mapped_bytes,
         )
-        self._weights = weights
+        self._weights, self._weights_of, self._adapters = weights, weights_of, AdapterSlots()
         self._forward: Forward | None = forward
         self._pool: KVPool | None = None
         self._limits: Limits | None = None
@@ -210,8 +216,9 @@ class NativeExecutor(PoolOwner):
         hidden_rows = NO_ROWS if batch.hidden_rows is None else np.ascontiguousarray(batch.hidden_rows, np.int64)
         token_ids = np.ascontiguousarray(batch.token_ids, np.int64)
         self._hidden_states = self._forward.step(
-            token_ids, chunks.plan, pool.blocks, hidden_rows, windows=chunks.windows, states=chunks.states
-        )
+            token_ids, chunks.plan, pool.blocks, hidden_rows, windows=chunks.windows, states=chunks.states,
+            adapters=None if batch.adapters is None else np.ascontiguousarray(batch.adapters, np.int32),
+        )  # fmt: skip
         self._prompt_rows = NO_ROWS if batch.prompt_rows is None else batch.prompt_rows
         return self._logits.of(self._forward, batch.rows)
 
@@ -225,11 +232,34 @@ class NativeExecutor(PoolOwner):
         """See ``base.HiddenStates``."""
         return self._hidden_states
 
+    @property
+    def adapter_bytes(self) -> int:
+        """See ``base.AdapterHost``."""
+        return self._adapters.num_bytes
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        """See ``base.AdapterHost``."""
+        if self._forward is None:
+            raise ExecutorError("the executor is closed")
+        slot = self._adapters.next_empty()
+        packed = pack_adapter(adapter, self._weights_of)
+        self._forward.load_adapter(slot, packed)
+        self._adapters.fill(slot, packed)
+        return slot
+
+    def unload_adapter(self, slot: int) -> None:
+        """See ``base.AdapterHost``."""
+        if self._forward is None or slot not in self._adapters:
+            raise ExecutorError(f"slot {slot} has no adapter")
+        self._forward.unload_adapter(slot)
+        self._adapters.empty(slot)
+
     def close(self) -> None:
         """Release weights and pool. Calling this again has no effect."""
         if self._forward is not None:
             self._forward.close()
             self._weights.close()
+            self._adapters.clear()
         self._forward = self._pool = self._limits = None
 
 

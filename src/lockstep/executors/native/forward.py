@@ -12,6 +12,7 @@ import numpy.typing as npt
 from lockstep.artifacts.model import ModelConfig
 from lockstep.errors import ExecutorError
 from lockstep.executors.kv_layout import BLOCK_TOKENS as BLOCK_TOKENS
+from lockstep.executors.native.adapters import PackedAdapter
 from lockstep.executors.native.library import NativeLibrary
 from lockstep.executors.native.operations import Op, Program
 from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool
@@ -28,7 +29,11 @@ _GROUPS = np.dtype([("num_parts", "<i4"), ("window", "<i4"), ("is_state", "<i4")
 _PLACES = np.dtype([("group", "<i4"), ("part", "<i4"), ("offset", "<i8")])
 _WINDOWS = np.dtype([("plan", "<u8"), ("plan_size", "<i8"), ("first_columns", "<u8")])
 _ROTARIES = np.dtype([("vector", "<i4"), ("num_pairs", "<i4"), ("factor", "<f4")])
-_FUNCTIONS = ("make", "step", "logits", "project")
+_ADAPTER_WEIGHTS = np.dtype([
+    ("weight", "<i4"), ("rank", "<i4"), ("a_type", "<i4"), ("b_type", "<i4"), ("scale", "<f4"), ("unused", "<i4"),
+    ("a", "<u8"), ("b", "<u8"), ("a_bytes", "<i8"), ("b_bytes", "<i8"),
+])  # fmt: skip
+_FUNCTIONS = ("make", "step", "logits", "project", "load_adapter", "unload_adapter")
 
 
 class _Program(ctypes.Structure):
@@ -57,7 +62,7 @@ class _StepInput(ctypes.Structure):
         ("totals", ctypes.c_void_p), ("totals_size", ctypes.c_int64),
         ("stage", ctypes.c_int64), ("cache", ctypes.c_void_p), ("block_bytes", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64), ("num_hidden_rows", ctypes.c_int64), ("hidden_rows", ctypes.c_void_p),
-        ("hidden", ctypes.c_void_p), ("hidden_size", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p), ("hidden_size", ctypes.c_int64), ("adapters", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -111,7 +116,7 @@ class Forward:
         self, token_ids: npt.NDArray[np.int64], plan: npt.NDArray[np.int32], cache: npt.NDArray[np.uint8],
         hidden_rows: npt.NDArray[np.int64], totals: npt.NDArray[np.int32] | None = None, stage: int = 0,
         types: npt.NDArray[np.int32] | None = None, windows: Sequence[WindowTables] = (),
-        states: npt.NDArray[np.int32] | None = None,
+        states: npt.NDArray[np.int32] | None = None, adapters: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.float32]:  # fmt: skip
         """Run all layers over a step's tokens, or one stage of them, and keep their states for `logits`.
 
@@ -124,6 +129,7 @@ class Forward:
             types: ``[T]``, token types; None: all are 0.
             windows: tables of the groups with a window, in order.
             states: see `Chunks.states`.
+            adapters: ``[T]``, slots of adapters; None: no token has one.
 
         Returns:
             ``[len(hidden_rows), hidden_size]``: the input of the LM head.
@@ -142,7 +148,7 @@ class Forward:
             plan.ctypes.data, len(plan), tables.ctypes.data, len(tables), states_at, num_states,
             totals_at, num_totals, stage,
             cache.ctypes.data, cache.shape[1], len(cache), len(hidden_rows), hidden_rows.ctypes.data,
-            hidden.ctypes.data, hidden.size,
+            hidden.ctypes.data, hidden.size, None if adapters is None else adapters.ctypes.data,
         )  # fmt: skip
         self._call("step", self._handle, ctypes.byref(passed))
         return hidden
@@ -165,6 +171,21 @@ class Forward:
             pointer(out), ctypes.c_int64(out.size),
         )  # fmt: skip
         return out
+
+    def load_adapter(self, slot: int, adapter: PackedAdapter) -> None:
+        """Fill an empty slot. The adapter's memory is read in place until the slot is empty."""
+        targets = np.array(
+            [
+                (*each[:5], 0, each.a.ctypes.data, each.b.ctypes.data, each.a.nbytes, each.b.nbytes)
+                for each in adapter.targets
+            ],
+            _ADAPTER_WEIGHTS,
+        )  # fmt: skip
+        self._call("load_adapter", self._handle, ctypes.c_int64(slot), pointer(targets), ctypes.c_int64(len(targets)))
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empty a slot."""
+        self._call("unload_adapter", self._handle, ctypes.c_int64(slot))
 
     def _call(self, name: str, *arguments: Any) -> None:
         wrong = self._functions[name](*arguments)

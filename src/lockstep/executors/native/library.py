@@ -17,7 +17,7 @@ from lockstep.executors.options import ISAS
 LIBRARY = Path(__file__).with_name("liblockstep_native.so")
 BITS_VERSION = 1
 """Version of the bits that this package requires, the same as in bits.hpp."""
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 """Version of the library's functions and structures that this package uses, the same as in bits.hpp."""
 ISA_VARIABLE = "LOCKSTEP_ISA"
 """Environment variable with the default instruction set. All instruction sets give the same bits."""

@@ -95,6 +95,8 @@ class Program:
     head_begin: int = 0
     """Index of the first operation from hidden states to logits."""
     weights: list[Matrix] = field(default_factory=list)
+    weight_names: list[str] = field(default_factory=list)
+    """Canonical names of the weights, in their order."""
     buffers: list[Buffer] = field(default_factory=list)
     vectors: list[Floats] = field(default_factory=list)
     """Norms, biases and frequencies, which the program stores one after the other."""

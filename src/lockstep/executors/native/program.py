@@ -301,6 +301,7 @@ class _Builder:
     def _weights(self, names: list[str]) -> dict[str, int]:
         first = len(self.program.weights)
         self.program.weights += [self.matrices[name] for name in names]
+        self.program.weight_names += names
         return {"first_weight": first, "num_weights": len(names)}
 
     def _buffer(self, name: str, columns: int, *, is_groups: bool = False, is_of_step: bool = False) -> int:

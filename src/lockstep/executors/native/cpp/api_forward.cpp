@@ -28,6 +28,18 @@ EXPORTED const char* native_forward_step(void* forward, const StepInput* step) {
     return static_cast<Forward*>(forward)->step(*step);
 }
 
+// The adapter's numbers must not move until the slot is empty.
+EXPORTED const char* native_forward_load_adapter(void* forward, std::int64_t slot, const AdapterWeight* weights,
+                                                 std::int64_t count) {
+    if (forward == nullptr) return "there is no program";
+    return static_cast<Forward*>(forward)->load_adapter(slot, weights, count);
+}
+
+EXPORTED const char* native_forward_unload_adapter(void* forward, std::int64_t slot) {
+    if (forward == nullptr) return "there is no program";
+    return static_cast<Forward*>(forward)->unload_adapter(slot);
+}
+
 EXPORTED const char* native_forward_project(void* forward, const float* vectors, std::int64_t size, std::int64_t num_rows,
                                             float* out, std::int64_t out_size) {
     if (forward == nullptr) return "there is no program";

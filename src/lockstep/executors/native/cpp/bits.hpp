@@ -26,7 +26,7 @@
 
 namespace lockstep::native {
 
-constexpr int INTERFACE_VERSION = 3;  // increased with every change of kinds, structures or functions that Python uses
+constexpr int INTERFACE_VERSION = 4;  // increased with every change of kinds, structures or functions that Python uses
 constexpr int BITS_VERSION = 1;  // increased with every change of a result's bits
 constexpr int LANES = 16;
 constexpr std::uint32_t NAN_BITS = 0x7fc00000;             // of a float

@@ -71,6 +71,7 @@ struct Forward::Span {
     std::int64_t room;
     float* logits;
     Pool* pool;
+    bool has_tokens = false;  // true for rows of a step, which may have adapters
 };
 
 Forward::Forward(const Program& p, const char* isa, Pool* pool)
@@ -92,7 +93,9 @@ Forward::Forward(const Program& p, const char* isa, Pool* pool)
       step_memory(buffers.size()),
       turns(rotaries.size()),
       num_stages(1),
-      positions(positions_of(p)) {
+      positions(positions_of(p)),
+      adapters(isa) {
+    program.ops = ops.data(), program.weights = weights.data();
     program.groups = groups_of_layers.data(), program.places = places_in_blocks.data();
     for (const Op& op : ops) num_stages += op.action == Action::attention && op.part == Part::attend;
     for (std::size_t i = 0; i < buffers.size(); i++) {
@@ -120,10 +123,70 @@ Numbers* Forward::groups(std::int32_t buffer, std::int64_t row, const Span& span
 
 // -- operations -------------------------------------------------------------------------------------------------------
 
-// Multiplies one panel of a weight with `count` rows, some at a time: take(outputs [rows][PANEL], first row, rows).
+// Computes the inputs of the second products of adapters, for an operation that multiplies.
+void Forward::lower(const Op& op, const Span& span) const {
+    std::int64_t num_tiles = 0;
+    const AdapterTile* tiles = span.has_tokens ? adapters.tiles_of(span.first, span.count, num_tiles) : nullptr;
+    if (!num_tiles) return;
+    share(span.pool, num_tiles * op.num_weights, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t i = begin; i < end; i++) {
+            const AdapterTile& tile = tiles[i / op.num_weights];
+            const std::int64_t number = i % op.num_weights;
+            const Weight& w = weights[op.first_weight + number];
+            const AdapterWeight* change = adapters.find(tile.slot, op.first_weight + number);
+            if (!change) continue;
+            const void* x[ADAPTER_ROWS];
+            float* h[ADAPTER_ROWS];
+            for (int r = 0; r < tile.count; r++) {
+                const std::int64_t row = tile.rows[r];
+                if (w.is_packed())
+                    x[r] = groups(op.in_groups, row, span);
+                else
+                    x[r] = floats(op.in, row, span) + op.in_at;
+                h[r] = adapters.lowered(row, number);
+            }
+            adapters.kernel.down(*change, w.columns, w.is_packed(), x, tile.count, h);
+        }
+    });
+}
+
+// Adds what adapters change to the outputs [count][PANEL] of a panel of an operation's weight of that number.
+void Forward::adapt(const Op& op, std::int64_t number, std::int64_t panel, std::int64_t first, std::int64_t count, float* y) const {
+    std::int64_t num_tiles = 0;
+    const AdapterTile* tile = adapters.tiles_of(first, count, num_tiles);
+    for (const AdapterTile* end = tile + num_tiles; tile < end; tile++) {
+        const AdapterWeight* change = adapters.find(tile->slot, op.first_weight + number);
+        if (!change) continue;
+        const float* h[ADAPTER_ROWS];
+        float* out[ADAPTER_ROWS];
+        for (int r = 0; r < tile->count; r++)
+            h[r] = adapters.lowered(tile->rows[r], number), out[r] = y + (tile->rows[r] - first) * PANEL;
+        adapters.kernel.up(*change, panel, h, tile->count, out);
+    }
+}
+
+// Multiplies one panel of a weight with `count` rows, some at a time: take(outputs [rows][PANEL], first row, rows);
+// and adds what the rows' adapters change.
 template <class F>
 void Forward::multiply_panel(const Op& op, const Weight& w, std::int64_t panel, const Span& span, std::int64_t first,
                              std::int64_t count, const F& take) const {
+    std::int64_t num_tiles = 0;
+    if (span.has_tokens) adapters.tiles_of(first, count, num_tiles);
+    if (!num_tiles) return multiply_base(op, w, panel, span, first, count, take);
+    alignas(LINE) float sums[BLOCK_ROWS * PANEL];
+    for (const std::int64_t end = first + count; first < end; first += BLOCK_ROWS) {
+        const std::int64_t rows = std::min(BLOCK_ROWS, end - first);
+        multiply_base(op, w, panel, span, first, rows, [&](const float* y, std::int64_t row, int some) {
+            std::memcpy(sums + (row - first) * PANEL, y, sizeof(float) * std::size_t(some) * PANEL);
+        });
+        adapt(op, &w - &weights[op.first_weight], panel, first, rows, sums);
+        take(sums, first, int(rows));
+    }
+}
+
+template <class F>
+void Forward::multiply_base(const Op& op, const Weight& w, std::int64_t panel, const Span& span, std::int64_t first,
+                            std::int64_t count, const F& take) const {
     alignas(LINE) float result[BLOCK_ROWS * PANEL];
     if (w.is_packed()) {
         const Numbers* x = groups(op.in_groups, first, span);
@@ -285,9 +348,9 @@ void Forward::run_ops(std::int64_t first, std::int64_t last, const Span& span) c
     for (std::int64_t i = first; i < last; i++) {
         const Op& op = ops[i];
         if (op.action == Action::product) {
-            product(op, span);
+            lower(op, span), product(op, span);
         } else if (op.action == Action::gate) {
-            gate(op, span);
+            lower(op, span), gate(op, span);
         } else {
             share(span.count < PARALLEL_ROWS ? nullptr : span.pool, span.count, [&](std::int64_t begin, std::int64_t end) {
                 for (std::int64_t row = begin; row < end; row++) one_row(op, span.first + row, span);
@@ -298,18 +361,37 @@ void Forward::run_ops(std::int64_t first, std::int64_t last, const Span& span) c
 
 // -- a step -----------------------------------------------------------------------------------------------------------
 
+// Chunks of a step's rows, of at most BLOCK_ROWS. One thread takes all features of a chunk, or all threads share those of
+// all chunks.
+std::int64_t Forward::num_chunks(std::int64_t tokens) const {
+    const std::int64_t least = (tokens + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    return tokens <= shared_rows ? least : std::max<std::int64_t>(least, threads_of(pool));
+}
+
+std::int64_t Forward::chunk_begin(std::int64_t chunk, std::int64_t tokens) const {
+    return tokens <= shared_rows ? std::min(chunk * BLOCK_ROWS, tokens) : tokens * chunk / num_chunks(tokens);
+}
+
+// Groups the rows of a step by adapter, in each chunk of its own.
+void Forward::group_by_adapter(const StepInput& step) {
+    if (!step.adapters) return adapters.group_none();
+    std::vector<std::int64_t> begins;
+    for (std::int64_t chunk = 0; chunk <= num_chunks(step.num_tokens); chunk++) begins.push_back(chunk_begin(chunk, step.num_tokens));
+    adapters.group(step.adapters, begins);
+}
+
 // Runs the operations between two attentions.
 void Forward::run_segment(std::int64_t first, std::int64_t last) {
     const std::int64_t tokens = input.num_tokens;
-    if (tokens <= shared_rows) return run_ops(first, last, {0, tokens, areas.data, tokens, nullptr, pool});
-    const std::int64_t threads = threads_of(pool), count = std::max((tokens + BLOCK_ROWS - 1) / BLOCK_ROWS, threads);
+    if (tokens <= shared_rows) return run_ops(first, last, {0, tokens, areas.data, tokens, nullptr, pool, true});
+    const std::int64_t threads = threads_of(pool), count = num_chunks(tokens);
     std::atomic<std::int64_t> next{0};
     share(pool, threads, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t thread = begin; thread < end; thread++) {
             std::uint8_t* area = areas.data + thread * BLOCK_ROWS * area_row_bytes;
             for (std::int64_t i = next++; i < count; i = next++) {
-                const std::int64_t from = tokens * i / count, to = tokens * (i + 1) / count;
-                run_ops(first, last, {from, to - from, area, BLOCK_ROWS, nullptr, nullptr});
+                const std::int64_t from = chunk_begin(i, tokens), to = chunk_begin(i + 1, tokens);
+                run_ops(first, last, {from, to - from, area, BLOCK_ROWS, nullptr, nullptr, true});
             }
         }
     });
@@ -381,6 +463,12 @@ void Forward::gather(const std::int64_t* rows, std::int64_t count, const Span& s
     const std::size_t bytes = buffers[program.state].row_bytes();
     for (std::int64_t i = 0; i < count; i++)
         std::memcpy(at(program.gathered, i, span), at(program.state, rows[i], span), bytes);
+}
+
+const char* Forward::load_adapter(std::int64_t slot, const AdapterWeight* of_slot, std::int64_t count) try {
+    return adapters.load(program, slot, of_slot, count);
+} catch (const std::bad_alloc&) {
+    return "there is no memory for the adapter";
 }
 
 const char* Forward::step(const StepInput& step) try {

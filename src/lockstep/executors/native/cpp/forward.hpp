@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "adapters.hpp"
 #include "program.hpp"
 #include "threads.hpp"
 
@@ -42,6 +43,7 @@ struct StepInput {
     const std::int64_t* hidden_rows;  // tokens whose hidden states are requested
     float* hidden;                    // [num_hidden_rows][hidden columns]
     std::int64_t hidden_size;         // size in floats
+    const std::int32_t* adapters;     // [T] slots of adapters, 0: none; nullptr: no token has one
 };
 
 // Growing memory that begins at a cache line.
@@ -77,13 +79,23 @@ public:
     // The head's results for vectors in the place of hidden states: [num_rows][hidden columns].
     const char* project(const float* vectors, std::int64_t size, std::int64_t num_rows, float* out, std::int64_t out_size) const;
 
+    // See Adapters. Between two steps.
+    const char* load_adapter(std::int64_t slot, const AdapterWeight* of_slot, std::int64_t count);
+    const char* unload_adapter(std::int64_t slot) { return adapters.unload(slot); }
+
 private:
     struct Span;
     const char* fault(const StepInput&) const;
     const char* tables_fault(const StepInput&) const;
+    const char* adapters_fault(const StepInput&) const;
+    void group_by_adapter(const StepInput&);
     Step step_of(std::int32_t group, const StepInput&) const;
     void prepare(const StepInput&);
+    std::int64_t num_chunks(std::int64_t tokens) const;
+    std::int64_t chunk_begin(std::int64_t chunk, std::int64_t tokens) const;
     void run_segment(std::int64_t first, std::int64_t last);
+    void lower(const Op&, const Span&) const;
+    void adapt(const Op&, std::int64_t number, std::int64_t panel, std::int64_t first, std::int64_t count, float* y) const;
     Workers workers() const;
     States states_of(const StepInput&) const;
     const char* attend(const Op&);
@@ -105,6 +117,9 @@ private:
     template <class F>
     void multiply_panel(const Op&, const Weight&, std::int64_t panel, const Span&, std::int64_t first, std::int64_t count,
                         const F& take) const;
+    template <class F>
+    void multiply_base(const Op&, const Weight&, std::int64_t panel, const Span&, std::int64_t first, std::int64_t count,
+                       const F& take) const;
 
     float* floats(std::int32_t buffer, std::int64_t row, const Span&) const;
     Numbers* groups(std::int32_t buffer, std::int64_t row, const Span&) const;
@@ -134,6 +149,7 @@ private:
         std::int32_t block, position;
     };
     std::vector<RowPlace> row_places;  // [T], of a program with stages
+    Adapters adapters;
     StepInput input{};
     std::int64_t num_tokens = 0;  // of the latest step; 0: it failed
 };

@@ -49,6 +49,7 @@ const char* Forward::fault(const StepInput& step) const {
         if (step.hidden_rows[i] < 0 || step.hidden_rows[i] >= step.num_tokens) return "a row is not of the step";
     if (const char* wrong = plan_fault(step_of(0, step))) return wrong;
     if (const char* wrong = tables_fault(step)) return wrong;
+    if (const char* wrong = adapters_fault(step)) return wrong;
     const std::int64_t num_sequences = step.plan[0];
     const std::int32_t *past = step.plan + 1, *begins = past + num_sequences;
     for (std::int64_t s = 0; s < num_sequences; s++) {
@@ -76,6 +77,13 @@ const char* Forward::tables_fault(const StepInput& step) const {
     return states_fault(states_of(step), step.num_tokens);
 }
 
+// Checks the slots of a step's tokens.
+const char* Forward::adapters_fault(const StepInput& step) const {
+    for (std::int64_t i = 0; step.adapters && i < step.num_tokens; i++)
+        if (step.adapters[i] && !adapters.has(step.adapters[i])) return "a token has an adapter that is not loaded";
+    return nullptr;
+}
+
 // The states of the sequences of a step whose plan is valid.
 States Forward::states_of(const StepInput& step) const {
     const std::int32_t* begins = step.plan + 1 + step.plan[0];
@@ -85,6 +93,7 @@ States Forward::states_of(const StepInput& step) const {
 // Allocates room for the step's rows and their rotations. Positions follow from the plan.
 void Forward::prepare(const StepInput& step) {
     input = step;
+    group_by_adapter(step);
     for (std::size_t i = 0; i < buffers.size(); i++)
         if (buffers[i].life == Life::step) step_memory[i].reserve(step.num_tokens * buffers[i].row_bytes());
     const std::int64_t num_sequences = step.plan[0];
