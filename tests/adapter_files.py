@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.engine.options import AdapterSource
+from tools.random_adapters import write_peft
+from tools.random_shapes import Shape
 
 
 def write_stub_adapter(folder: Path, seed: int = 0, rank: int = 4, **config: Any) -> Path:
@@ -22,3 +24,14 @@ def stub_adapters(folder: Path, num: int, rank: int = 4) -> tuple[AdapterSource,
     return tuple(
         AdapterSource(f"a{index}", str(write_stub_adapter(folder / f"a{index}", index, rank))) for index in range(num)
     )
+
+
+POCKET = Shape(
+    num_layers=4, hidden_size=256, intermediate_size=768, num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=4096
+)
+"""Shape of the embedded model."""
+
+
+def write_pocket_adapter(folder: Path, seed: int = 0, rank: int = 4, **config: Any) -> Path:
+    """Write an adapter with random weights for the embedded model."""
+    return write_peft(folder, POCKET, rank, seed=seed, settings=config)

@@ -27,7 +27,7 @@ from lockstep.errors import (
 )
 from lockstep.executors.base import Logits, StepBatch
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.executors.stub import StubExecutor, open_stub_adapter
+from lockstep.executors.stub import StubExecutor, open_stub_adapter, stub_adapter_bytes
 from tests.adapter_files import stub_adapters, write_stub_adapter
 
 BLOCK = 16
@@ -137,7 +137,7 @@ def test_encoders_have_no_adapters(tmp_path: Path) -> None:
             WithoutSlots(),  # type: ignore[arg-type]  # any executor that is no host
             LoadOptions(EngineOptions(enable_lora=True)),
             open_stub_adapter,
-            1,
+            stub_adapter_bytes,
         )
 
 
@@ -359,7 +359,7 @@ def test_without_its_invocation_tokens_an_adapter_computes_nothing(
 def test_start_of_finds_the_last_occurrence(tmp_path: Path) -> None:
     path = str(write_stub_adapter(tmp_path / "x", alora_invocation_tokens=[5, 5]))
     adapter = open_stub_adapter("x", path)
-    starts = [start_of(adapter, prompt) for prompt in [(5, 5, 5), (5, 5, 1), (1, 5), (), (5,)]]
+    starts = [start_of(adapter.fingerprint, adapter.invocation_ids, prompt) for prompt in [(5, 5, 5), (5, 5, 1), (1, 5), (), (5,)]]
     assert [None if start is None else start.position for start in starts] == [1, 0, None, None, None]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.architectures import ARCHITECTURES
-from lockstep.artifacts.hybrids import check_mixers, mixer_tensors
+from lockstep.artifacts.hybrids import KERNELS, check_mixers, mixer_tensors
 from lockstep.artifacts.model import ModelConfig, Tensor
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from lockstep.spelling import nearest
@@ -31,6 +31,9 @@ _MAX_SIZE = 1 << 24
 """Maximum size of a dimension. No supported model has a larger one."""
 _MAX_LAYERS = 1024
 _MAX_HEAD_LAYERS = 8
+_ADAPTER_UNIT = 32
+"""Multiple to which rows and columns of an adapter's matrices are filled up in memory; ranks are to 4."""
+_ADAPTER_ALIGNMENT = 64
 _NO_HEADS: Mapping[str, int] = {}
 
 
@@ -178,10 +181,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return expected | _head_tensors(config)
 
 
-def bytes_per_rank(config: ModelConfig) -> int:
-    """Bytes of an adapter of rank 1 on all linear layers, in 16 bits: of A [1, columns] and B [rows, 1] for each."""
-    shapes = [shape for name, shape in expected_tensors(config).items() if "_proj." in name and len(shape) == 2]
-    return sum(2 * (rows + columns) for rows, columns in shapes)
+def adapter_bytes(config: ModelConfig, rank: int) -> int:
+    """Memory of a LoRA adapter of this rank on all products of all layers: for each product A [rank, columns] and B
+    [rows, rank] in 16 bits, in whole units of the kernels."""
+    num_bytes = 0
+    for name, shape in expected_tensors(config).items():
+        if name.startswith("model.layers.") and len(shape) == 2 and not name.endswith(KERNELS):
+            rows, columns = (-(-size // _ADAPTER_UNIT) * _ADAPTER_UNIT for size in shape)
+            num_bytes += 2 * (rows * rank + columns * (-(-rank // 4) * 4)) + 2 * _ADAPTER_ALIGNMENT
+    return num_bytes
 
 
 def _norm_tensors(config: ModelConfig, name: str, size: int) -> dict[str, tuple[int, ...]]:

@@ -465,6 +465,7 @@ class Cluster:
             max_model_len=recorded.max_model_len if recorded else loaded.max_model_len if loaded else None,
             has_chat_template=None if known is None else known.has_chat_template,
             parent=_parent(model, mates),
+            adapter=model.entry.adapter,
             text=None if not is_booted else known if remote is None else remote.tokenizer,
             absence="the model is loading" if is_booted else self._state.loading,
             task=None if replica is None else replica.spec.options.task,

@@ -83,6 +83,7 @@ class Model:
             co_activation=entry.co_activation,
             idle_s=None if self.last_used_s is None else now_s - self.last_used_s,
             task=None if replica is None else replica.spec.options.task,
+            adapter=entry.adapter,
         )
 
 

@@ -214,7 +214,8 @@ def text_of(placement: Placement) -> str:
         row = placement.row(entry.id)
         cells = ("?", "?", "unknown", "unknown") if row is None else cells_of(row)
         task = [tasks.get(entry.id, "-")] if tasks else []
-        rows.append((entry.id, entry.tier, *task, _short(entry.source), *cells))
+        source = _short(entry.source) if entry.adapter is None else f"{_short(entry.source)} + {_short(entry.adapter)}"
+        rows.append((entry.id, entry.tier, *task, source, *cells))
     return "\n".join([aligned(rows), *map(str, placement.table.budgets), *_lines_of_hosts(placement)])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from lockstep.artifacts.adapter import Adapter
 from lockstep.artifacts.embedding import check_encoder_task
 from lockstep.artifacts.hub.source import SCHEME as HUB
 from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
-from lockstep.artifacts.layout import bytes_per_rank
+from lockstep.artifacts.layout import adapter_bytes
 from lockstep.artifacts.model import ModelConfig, TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.artifacts.task import Task
@@ -41,10 +41,10 @@ from lockstep.executors.base import Geometry
 from lockstep.executors.machine import available_memory_bytes, machine_memory_bytes
 from lockstep.executors.stub import (
     DECLARED_BYTES,
-    STUB_BYTES_PER_RANK,
     StubOptions,
     open_stub_adapter,
     read_answers,
+    stub_adapter_bytes,
     stub_tokenizer_parts,
 )
 from lockstep.executors.stub import SCHEME as STUB
@@ -71,6 +71,13 @@ class OpenedManifest:
     needs: tuple[Need, ...]
     """Needs of all models, in order of definition."""
     table: BudgetTable
+    sources: Mapping[str, OpenedSource] = field(default_factory=dict, repr=False)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict, repr=False)
+    """Opened adapters by the ids of their models."""
+
+    def adapter_of(self, entry: ModelEntry) -> Adapter | None:
+        """Opened adapter of an entry that is part of this manifest, too; None: there is none."""
+        return self.adapters.get(entry.id) if entry in self.manifest.entries else None
 
 
 def open_manifest(
@@ -80,6 +87,7 @@ def open_manifest(
     progress: LoadProgress | None = None,
     *,
     is_alone: bool | None = None,
+    known: OpenedManifest | None = None,
 ) -> OpenedManifest:
     """Open every source that is not remote.
 
@@ -89,6 +97,7 @@ def open_manifest(
         held_bytes: memory of the loaded models, which a replacing manifest may reuse.
         progress: reports each source, and its download from the hub, under the first of its models.
         is_alone: result of `has_device_alone` for the whole manifest, if this is a part of it; None: it is whole.
+        known: manifest whose sources and adapters are used as they were opened; None: all are opened.
 
     Raises:
         ArtifactError: a source cannot be served; the message names the model.
@@ -102,9 +111,13 @@ def open_manifest(
                 "set it, or use --backend stub or pocket"
             )
     first_ids = {entry.source: entry.id for entry in reversed(manifest.entries) if entry.tier is not Tier.REMOTE}
-    sources = {source: OpenedSource.open(source, base, first_ids[source], progress) for source in sorted(first_ids)}
+    opened = {} if known is None else known.sources
+    sources = {
+        source: opened.get(source) or OpenedSource.open(source, base, first_ids[source], progress)
+        for source in sorted(first_ids)
+    }
     adapters = {
-        entry.id: sources[entry.source].open_adapter(entry.id, entry.adapter)
+        entry.id: (known and known.adapter_of(entry)) or sources[entry.source].open_adapter(entry.id, entry.adapter)
         for entry in manifest.entries
         if entry.adapter is not None and entry.source in sources
     }
@@ -147,7 +160,7 @@ def weigh(
         for e in manifest.entries
     )
     budgets = effective_budgets(manifest.resources, machine_of(manifest, held_bytes))
-    return OpenedManifest(manifest, specs, needs, check(needs, budgets))
+    return OpenedManifest(manifest, specs, needs, check(needs, budgets), sources, adapters)
 
 
 def _adapters_of(manifest: Manifest, entry: ModelEntry, adapters: Mapping[str, Adapter]) -> tuple[AdapterSource, ...]:
@@ -259,8 +272,8 @@ class OpenedSource:
     encoder: ModelConfig | None = None
     """Configuration of an encoder, whose pool holds activations of texts; None: a decoder or a stub."""
     open_adapter: OpenAdapter = open_stub_adapter
-    bytes_per_rank: int = STUB_BYTES_PER_RANK
-    """Memory of an adapter of rank 1."""
+    bytes_of_rank: Callable[[int], int] = stub_adapter_bytes
+    """Memory of an adapter of a given rank."""
 
     @classmethod
     def open(
@@ -276,9 +289,8 @@ class OpenedSource:
             return cls(source, source, DECLARED_BYTES, parts, stub.max_model_len, is_stub=True)
         report: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
         report("open", 0.0)
-        artifact = open_artifact(
-            source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(report)
-        )
+        cache_dir = base.cache_dir or default_cache_dir()
+        artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
         report("open", 1.0)
         return cls(
             source,
@@ -289,8 +301,8 @@ class OpenedSource:
             is_stub=False,
             task=artifact.task,
             encoder=artifact.config if artifact.config.bidirectional else None,
-            open_adapter=adapter_opener(artifact),
-            bytes_per_rank=bytes_per_rank(artifact.config),
+            open_adapter=adapter_opener(artifact, cache_dir),
+            bytes_of_rank=partial(adapter_bytes, artifact.config),
         )
 
     def options(
@@ -327,20 +339,20 @@ class OpenedSource:
 
     def footprint(self, entry: ModelEntry, options: LoadOptions) -> Footprint:
         """Memory that a replica needs with these options."""
-        adapter_bytes = self.adapter_bytes(options)
+        reserved = self.reserved_bytes(options)
         if self.is_stub:
-            return predict((entry.size_bytes or DECLARED_BYTES) + adapter_bytes, 0, 0)
+            return predict((entry.size_bytes or DECLARED_BYTES) + reserved, 0, 0)
         engine = options.engine
         device_bytes, host_bytes = engine.kv_cache_memory_bytes or 0, engine.host_kv_memory_bytes or 0
         if self.encoder is not None:
             device_bytes, host_bytes = min(device_bytes, activation_bytes(self.encoder, options)), 0
         footprint = predict(entry.size_bytes, self.file_bytes, device_bytes, host_bytes)
-        return replace(footprint, resident_bytes=footprint.resident_bytes + adapter_bytes)
+        return replace(footprint, resident_bytes=footprint.resident_bytes + reserved)
 
-    def adapter_bytes(self, options: LoadOptions) -> int:
+    def reserved_bytes(self, options: LoadOptions) -> int:
         """Memory that a load reserves for adapters."""
         engine = options.engine
-        return engine.max_loras * engine.max_lora_rank * self.bytes_per_rank if options.has_adapters else 0
+        return engine.max_loras * self.bytes_of_rank(engine.max_lora_rank) if options.has_adapters else 0
 
 
 def activation_bytes(config: ModelConfig, options: LoadOptions) -> int:

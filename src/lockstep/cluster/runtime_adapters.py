@@ -52,7 +52,7 @@ class RuntimeAdapters:
             entry = replace(_without_names(self._base(base)), id=self._checked(name, replaces), adapter=path)
             kept = [each for each in manifest.entries if each.id != name]
             index = next((i for i, each in enumerate(manifest.entries) if each.id == name), len(kept))
-            await self._apply(replace(manifest, entries=(*kept[:index], entry, *kept[index:])))
+            await self._apply(replace(manifest, entries=(*kept[:index], entry, *kept[index:])), name)
 
     async def unload(self, name: str) -> None:
         """Stop to serve an adapter. Its open requests end normally.
@@ -72,13 +72,16 @@ class RuntimeAdapters:
                 raise InvalidParameterError(
                     f"{name!r} is part of the manifest's routing; apply a manifest without it", param="lora_name"
                 )
-            await self._apply(
-                replace(manifest, entries=tuple([each for each in manifest.entries if each is not entry]))
-            )
+            kept = tuple([each for each in manifest.entries if each is not entry])
+            await self._apply(replace(manifest, entries=kept), name)
 
-    async def _apply(self, manifest: Manifest) -> None:
+    async def _apply(self, manifest: Manifest, changed: str) -> None:
+        """Apply a manifest that differs in one adapter. The files of the others are not read again."""
         self._reloads.check(manifest)
-        await self._reloads.replace(manifest, None)
+        opened = self._state.opened
+        assert opened is not None, "models were found"
+        others = {id_: adapter for id_, adapter in opened.adapters.items() if id_ != changed}
+        await self._reloads.replace(manifest, None, replace(opened, adapters=others))
 
     def _base(self, name: str | None) -> ModelEntry:
         """Declared entry of the model to which an adapter is added."""

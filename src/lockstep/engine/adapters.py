@@ -35,36 +35,35 @@ class AdapterSupport:
     max_loaded: int
     """Number of slots: maximum number of adapters that are loaded at once."""
     max_rank: int
-    bytes_per_rank: int
-    """Memory of an adapter of rank 1 on all layers that can have one."""
+    slot_bytes: int
+    """Memory of an adapter of that rank on all layers that can have one."""
     adapters: Sequence[Adapter] = ()
     """Adapters that were opened with the model."""
 
     @property
     def max_bytes(self) -> int:
         """Maximum memory of all loaded adapters."""
-        return self.max_loaded * self.max_rank * self.bytes_per_rank
+        return self.max_loaded * self.slot_bytes
 
     def check(self, adapter: Adapter) -> None:
         """Raise UsageError if a slot has no room for an adapter."""
-        most = self.max_rank * self.bytes_per_rank
-        if adapter.rank > self.max_rank or adapter.num_bytes > most:
+        if adapter.rank > self.max_rank or adapter.num_bytes > self.slot_bytes:
             raise UsageError(
-                f"adapter {adapter.name!r} has rank {adapter.rank} and {adapter.num_bytes} bytes; a slot has room for "
-                f"rank {self.max_rank} and {most} bytes; raise --max-lora-rank"
+                f"adapter {adapter.name!r} has rank {adapter.rank}; there is room for rank {self.max_rank}; "
+                "raise --max-lora-rank"
             )
 
 
-def start_of(adapter: Adapter, prompt_ids: Sequence[int]) -> AdapterStart | None:
+def start_of(fingerprint: str, invocation_ids: Sequence[int], prompt_ids: Sequence[int]) -> AdapterStart | None:
     """Where an adapter begins in a prompt: at the last occurrence of its invocation tokens, or at the first token if it
     has none. None: the prompt does not contain them, so that the base model computes everything."""
-    fingerprint, wanted = bytes.fromhex(adapter.fingerprint), tuple(adapter.invocation_ids)
+    wanted = tuple(invocation_ids)
     if not wanted:
-        return AdapterStart(0, fingerprint)
+        return AdapterStart(0, bytes.fromhex(fingerprint))
     first = wanted[0]
     for position in range(len(prompt_ids) - len(wanted), -1, -1):
         if prompt_ids[position] == first and tuple(prompt_ids[position : position + len(wanted)]) == wanted:
-            return AdapterStart(position, fingerprint)
+            return AdapterStart(position, bytes.fromhex(fingerprint))
     return None
 
 

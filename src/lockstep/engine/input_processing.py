@@ -52,7 +52,7 @@ def prepare(
     request = tokenised(model.tokenizer, model.text_limit(config), request)
     prompt_ids = request.prompt_ids
     _check_ids(prompt_ids, model.vocab_size)
-    start = None if adapter is None else start_of(adapter, prompt_ids)
+    start = None if adapter is None else start_of(adapter.fingerprint, adapter.invocation_ids, prompt_ids)
     if request.gives_vector:
         live = _prepare_vector(model, config, request, prompt_ids, start)
         live.adapter = adapter

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.artifacts.adapter import Adapter, open_adapter
-from lockstep.artifacts.layout import bytes_per_rank
+from lockstep.artifacts.layout import adapter_bytes
 from lockstep.artifacts.model import Artifact, EmbeddingConfig, TokenizerParts
 from lockstep.artifacts.task import Task
 from lockstep.core.policy import SchedulerConfig, positions_that_fit
@@ -23,10 +24,10 @@ from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.executors.machine import available_memory_bytes
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import (
-    STUB_BYTES_PER_RANK,
     StubExecutor,
     StubOptions,
     open_stub_adapter,
+    stub_adapter_bytes,
     stub_tokenizer_parts,
 )
 
@@ -130,7 +131,9 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
     own = replace(options.executor, cache_dir=cache_dir)
     executor = load_executor(artifact, own, report, tokenizer.separator_id)
     try:
-        support = _adapter_support(executor, options, adapter_opener(artifact), bytes_per_rank(artifact.config))
+        support = _adapter_support(
+            executor, options, adapter_opener(artifact, cache_dir), partial(adapter_bytes, artifact.config)
+        )
         free_bytes = available_memory_bytes() - executor.geometry.mapped_bytes - (support.max_bytes if support else 0)
         config = plan_config(options.engine, executor.geometry, max(0, free_bytes))
         executor.allocate(config.num_blocks, config.num_host_blocks)
@@ -154,7 +157,7 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
 
 
 def _adapter_support(
-    executor: Executor, options: LoadOptions, open_: OpenAdapter, bytes_per_rank: int
+    executor: Executor, options: LoadOptions, open_: OpenAdapter, bytes_of: Callable[[int], int]
 ) -> AdapterSupport | None:
     """Open the adapters of the options; None: the model is loaded without any.
 
@@ -169,7 +172,8 @@ def _adapter_support(
         raise ConfigError("this model cannot have LoRA adapters; only models that generate text can")
     engine = options.engine
     opened = [checked_adapter(open_(each.name, each.path), each) for each in options.adapters]
-    support = AdapterSupport(executor, open_, engine.max_loras, engine.max_lora_rank, bytes_per_rank, opened)
+    rank = engine.max_lora_rank
+    support = AdapterSupport(executor, open_, engine.max_loras, rank, bytes_of(rank), opened)
     for adapter in opened:
         support.check(adapter)
     return support
@@ -198,7 +202,8 @@ def open_adapters(source: str, adapters: Sequence[AdapterSource], cache_dir: Pat
     if not source.startswith(STUB_SCHEME):
         from lockstep.artifacts.source import open_artifact
 
-        open_ = adapter_opener(open_artifact(source, cache_dir=cache_dir or default_cache_dir()))
+        cache_dir = cache_dir or default_cache_dir()
+        open_ = adapter_opener(open_artifact(source, cache_dir=cache_dir), cache_dir)
     return tuple([checked_adapter(open_(each.name, each.path), each) for each in adapters])
 
 
@@ -212,11 +217,11 @@ def with_room_for(options: LoadOptions, adapters: Sequence[Adapter]) -> LoadOpti
     return replace(options, engine=engine)
 
 
-def adapter_opener(artifact: Artifact) -> OpenAdapter:
+def adapter_opener(artifact: Artifact, cache_dir: Path) -> OpenAdapter:
     """Return the function that opens adapters of an artifact."""
 
     def open_named(name: str, path: str) -> Adapter:
-        return replace(open_adapter(Path(path).expanduser(), artifact), name=name)
+        return replace(open_adapter(path, artifact, cache_dir=cache_dir), name=name)
 
     return open_named
 
@@ -234,7 +239,7 @@ def _load_stub(source: str, options: LoadOptions, report: Progress) -> tuple[Loa
         tokenizer,
         _grammars(tokenizer, executor),
         {},
-        adapters=_adapter_support(executor, options, open_stub_adapter, STUB_BYTES_PER_RANK),
+        adapters=_adapter_support(executor, options, open_stub_adapter, stub_adapter_bytes),
     )
     return loaded, config
 

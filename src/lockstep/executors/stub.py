@@ -51,8 +51,8 @@ KEYWORDS: tuple[tuple[tuple[str, ...], str], ...] = (
 NONE_OF_THESE = "none"
 MAX_ANSWERS_BYTES = 16 << 20
 """Maximum size of a file of answers."""
-STUB_BYTES_PER_RANK = 1 << 20
-"""Memory that a stub reserves for each rank of an adapter."""
+BYTES_PER_RANK = 1 << 20
+"""Memory that a stub declares for each rank of an adapter."""
 _MAX = " max="
 _CHOSEN_LOGIT = 100.0
 
@@ -216,6 +216,11 @@ def open_stub_adapter(name: str, path: str) -> Adapter:
     tokens = tuple(config.alora_invocation_tokens or ())
     scale, num_bytes = config.lora_alpha / config.r, sum(map(len, contents))
     return Adapter(name, folder, digest.hexdigest(), config.r, scale, {}, num_bytes, tokens)
+
+
+def stub_adapter_bytes(rank: int) -> int:
+    """Memory that a stub declares for an adapter of this rank."""
+    return rank * BYTES_PER_RANK
 
 
 class _StubAdapterConfig(msgspec.Struct, frozen=True):

@@ -354,6 +354,8 @@ class Loaded(_Event, frozen=True):
     """Maximum tokens of prompt and output together."""
     adapter_bytes: int = 0
     """Memory that is reserved for adapters."""
+    adapters: dict[str, tuple[str, tuple[int, ...]]] = {}
+    """Fingerprint and invocation tokens of each adapter with which the model was loaded, by name."""
 
     @property
     def scoring(self) -> Scoring | None:

@@ -104,6 +104,7 @@ def open_replica(
         model.task,
         model.text_limit(config),
         0 if model.adapters is None else model.adapters.max_bytes,
+        {name: (each.fingerprint, tuple(each.invocation_ids)) for name, each in engine.adapters.names.items()},
     )
 
 
