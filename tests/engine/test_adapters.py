@@ -359,7 +359,8 @@ def test_without_its_invocation_tokens_an_adapter_computes_nothing(
 def test_start_of_finds_the_last_occurrence(tmp_path: Path) -> None:
     path = str(write_stub_adapter(tmp_path / "x", alora_invocation_tokens=[5, 5]))
     adapter = open_stub_adapter("x", path)
-    starts = [start_of(adapter.fingerprint, adapter.invocation_ids, prompt) for prompt in [(5, 5, 5), (5, 5, 1), (1, 5), (), (5,)]]
+    prompts = ((5, 5, 5), (5, 5, 1), (1, 5), (), (5,))
+    starts = [start_of(adapter.fingerprint, adapter.invocation_ids, prompt) for prompt in prompts]
     assert [None if start is None else start.position for start in starts] == [1, 0, None, None, None]
 
 

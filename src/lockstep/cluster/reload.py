@@ -75,12 +75,12 @@ class Reloads:
             raise UnavailableError("another manifest is being applied; try again when that is done")
 
     async def replace(
-        self, manifest: Manifest, permission_check: PermissionCheck | None, known: OpenedManifest | None = None
+        self, manifest: Manifest, permission_check: PermissionCheck | None, opened: OpenedManifest | None = None
     ) -> Replaced:
         """Apply a manifest that was checked. Continues if the caller disconnects.
 
         Args:
-            known: manifest whose sources and adapters are not opened again.
+            opened: the manifest as it was opened; None: its sources are opened first.
             permission_check: permissions of a sender over the network, which limit what errors show; None: the operator
                 sent it.
 
@@ -89,7 +89,7 @@ class Reloads:
         """
         hosts = self._state.hosts
         work = (
-            self._replace(manifest, permission_check, known)
+            self._replace(manifest, permission_check, opened)
             if hosts is None
             else self._replace_on_all(hosts, manifest, permission_check)
         )
@@ -122,13 +122,13 @@ class Reloads:
         return replaced
 
     async def _replace(
-        self, manifest: Manifest, permission_check: PermissionCheck | None, known: OpenedManifest | None = None
+        self, manifest: Manifest, permission_check: PermissionCheck | None, opened: OpenedManifest | None = None
     ) -> Replaced:
         began_s, events = self._state.now_s(), self._state.events
         events.emit("manifest_replacing", cluster=manifest.cluster)
         reason: str | None = None
         try:
-            return await replace_manifest(self._state, manifest, known)
+            return await replace_manifest(self._state, manifest, opened)
         except BaseException as error:
             first = first_of(error)
             shown = first if permission_check is None else permission_check.redacted(first)
@@ -142,9 +142,7 @@ class Reloads:
             events.emit("manifest_replaced", cluster=cluster, error=reason, duration_ms=duration_ms)
 
 
-async def replace_manifest(
-    state: ClusterState, manifest: Manifest, open_already: OpenedManifest | None = None
-) -> Replaced:
+async def replace_manifest(state: ClusterState, manifest: Manifest, opened: OpenedManifest | None = None) -> Replaced:
     """Apply a manifest. Only one call runs at a time.
 
     Raises:
@@ -152,7 +150,7 @@ async def replace_manifest(
     """
     began_s = state.now_s()
     old = state.models
-    opened = await state.open(manifest, known=open_already)
+    opened = opened or await state.open(manifest)
     known = set(state.replicas.all())
     models = state.build(manifest, opened)
     restored = _restore_dismissed(old, models)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.manifest import Manifest, ModelEntry
@@ -15,8 +16,10 @@ from lockstep.cluster.manifest_keys import NameShape, check_name
 from lockstep.cluster.manifest_permissions import ADAPTER_REFUSED, OperatorNames, Permissions
 from lockstep.cluster.models import Model
 from lockstep.cluster.reload import Reloads
+from lockstep.cluster.resolve import open_manifest
 from lockstep.cluster.state import ClusterState
-from lockstep.errors import ConfigError, InvalidParameterError, ModelNotFoundError
+from lockstep.cluster.threads import in_thread
+from lockstep.errors import ConfigError, InvalidParameterError, ModelNotFoundError, UnavailableError
 from lockstep.spelling import did_you_mean, listed
 
 MAX_NAME_CHARS = 256
@@ -76,12 +79,19 @@ class RuntimeAdapters:
             await self._apply(replace(manifest, entries=kept), name)
 
     async def _apply(self, manifest: Manifest, changed: str) -> None:
-        """Apply a manifest that differs in one adapter. The files of the others are not read again."""
+        """Apply a manifest that differs in one adapter. Only the files of that adapter are read."""
         self._reloads.check(manifest)
-        opened = self._state.opened
-        assert opened is not None, "models were found"
-        others = {id_: adapter for id_, adapter in opened.adapters.items() if id_ != changed}
-        await self._reloads.replace(manifest, None, replace(opened, adapters=others))
+        state, before = self._state, self._state.opened
+        assert before is not None, "models were found"
+        others = {id_: adapter for id_, adapter in before.adapters.items() if id_ != changed}
+        known, held_bytes = replace(before, adapters=others), state.replicas.held_bytes
+        opened = await in_thread(
+            partial(open_manifest, manifest, state.options.load, held_bytes, known=known), state.system
+        )
+        self._reloads.check(manifest)
+        if state.opened is not before:
+            raise UnavailableError("another manifest was applied meanwhile; try again")
+        await self._reloads.replace(manifest, None, state.weighed(opened))
 
     def _base(self, name: str | None) -> ModelEntry:
         """Declared entry of the model to which an adapter is added."""

@@ -170,18 +170,12 @@ class ClusterState:
     # -- from a manifest to models --------------------------------------------------------------------------------
 
     async def open(
-        self,
-        manifest: Manifest,
-        progress: LoadProgress | None = None,
-        *,
-        fetches: bool = True,
-        known: OpenedManifest | None = None,
+        self, manifest: Manifest, progress: LoadProgress | None = None, *, fetches: bool = True
     ) -> OpenedManifest:
         """Open a manifest's sources and check their sizes against its budgets.
 
         Args:
             fetches: whether models may be downloaded from the hub. If False, models that need a download are left out.
-            known: manifest whose sources and adapters are not opened again.
 
         Raises:
             ArtifactError: a source cannot be served.
@@ -195,7 +189,7 @@ class ClusterState:
 
         def open_them() -> OpenedManifest:
             those = served if fetches else local_part(served)
-            return open_manifest(those, self.options.load, held_bytes, report, is_alone=is_alone, known=known)
+            return open_manifest(those, self.options.load, held_bytes, report, is_alone=is_alone)
 
         return self.weighed(await in_thread(open_them, self.system))
 

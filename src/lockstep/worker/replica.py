@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace as struct_with
 
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_store import KVStore
@@ -13,7 +16,7 @@ from lockstep.engine.loading import checked_adapter, load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import AdapterSource, Progress
 from lockstep.engine.sessions import SessionChange
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.system import SYSTEM, System
 from lockstep.worker.messages import Load, Loaded, TokenizerPayload
 from lockstep.worker.preflight import try_unknown
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.worker.flight.recorder import EngineRecorder, Recorder
     from lockstep.worker.kv_events import KVEventPublisher, KVEventSource
 
+log = logging.getLogger(__name__)
 
 MIN_PROGRESS_INTERVAL_S = 0.1
 """Minimum interval in seconds between two reports of one stage."""
@@ -72,6 +76,10 @@ def open_replica(
         LockstepError: it cannot be loaded; the message states why.
     """
     started_s = system.now_s()
+    adapters = load.options.adapters
+    if adapters:  # without its adapters, since none of them may keep the base from being loaded
+        slots = replace(load.options.engine, enable_lora=True)
+        load = struct_with(load, options=replace(load.options, engine=slots, adapters=()))
     try_unknown(load, progress, system=system)
     model, config = load_model(load.source, load.options, progress)
     own_recorder = None if recorder is None else recorder.of_engine(load.replica, model, config)
@@ -84,6 +92,11 @@ def open_replica(
         kv_class=load.priority,
         wake=wake,
     )
+    for each in adapters:
+        try:
+            use_adapters(engine, (each,), keeps_others=True)
+        except LockstepError as error:  # its files were changed since the manifest was read
+            log.error("adapter %r cannot be loaded, so its requests fail: %s", each.name, error)
     kv_events = None if publisher is None else publisher.source(model.name, config.block_size)
     if kv_events is not None:
         engine.follow(kv_events)
@@ -108,8 +121,11 @@ def open_replica(
     )
 
 
-def use_adapters(engine: Engine, wanted: Sequence[AdapterSource]) -> None:
+def use_adapters(engine: Engine, wanted: Sequence[AdapterSource], *, keeps_others: bool = False) -> None:
     """Make an engine's adapters these: open those with a new content, then remove the others. Any thread may call it.
+
+    Args:
+        keeps_others: whether adapters of other names stay.
 
     Raises:
         LockstepError: one of them cannot be used; nothing was changed.
@@ -127,7 +143,7 @@ def use_adapters(engine: Engine, wanted: Sequence[AdapterSource]) -> None:
         engine.load_adapter(adapter)
     names = [each.name for each in wanted]
     for name in known:
-        if name not in names:
+        if name not in names and not keeps_others:
             engine.unload_adapter(name)
 
 
