@@ -66,7 +66,7 @@ def write_peft(
         "base_model_name_or_path": None, **(settings or {}),
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=1))
-    stored = {}
+    stored: dict[str, Array] = {}
     for name, pair in matrices.items():
         module = huggingface_name(shape, name).removesuffix(".weight")
         stored |= {f"base_model.model.{module}.lora_{k}.weight": each for k, each in zip("AB", pair, strict=True)}

@@ -99,7 +99,7 @@ def test_scales(tmp_path: Path, base: Artifact, settings: dict[str, object], sca
 
 def test_ranks_by_pattern(tmp_path: Path, base: Artifact) -> None:
     directory = write_peft(tmp_path / "adapter", TINY, 8, settings={"rank_pattern": {"layers.1.mlp.up_proj": 4}})
-    stored = {}
+    stored: dict[str, Any] = {}
     for name, (a, b) in adapter_matrices(TINY, 8).items():
         short = name == "model.layers.1.mlp.up_proj.weight"
         module = f"base_model.model.{name.removesuffix('.weight')}"
@@ -161,7 +161,7 @@ def test_invalid_settings_are_refused(tmp_path: Path, base: Artifact, key: str, 
 
 def _changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
-        stored = {}
+        stored: dict[str, Any] = {}
         for name, (a, b) in adapter_matrices(TINY, 8).items():
             module = f"base_model.model.{name.removesuffix('.weight')}"
             stored |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}

@@ -75,7 +75,7 @@ def test_a_written_manifest_reads_back(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "fault"),
-    [("''", "is empty"), ("hf://a/b", "must be a path"), ("[a]", "a list"), ("3", "must be a string")],
+    [("''", "is empty"), ("stub://a", "an adapter is"), ("[a]", "a list"), ("3", "must be a string")],
 )
 def test_an_adapter_is_a_path(value: str, fault: str) -> None:
     with pytest.raises(ManifestError, match=fault):

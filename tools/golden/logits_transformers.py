@@ -26,6 +26,11 @@ from tools.random_shapes import Shape
 
 def transformers_logits(case: LogitCase) -> Floats:
     """Logits [len(POSITIONS), vocab]."""
+    return _logits_of(plain_model(case), tensors(case), case.shape)
+
+
+def plain_model(case: LogitCase) -> Any:
+    """A llama or qwen3 with weights that transformers draws."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = case.shape
@@ -48,12 +53,12 @@ def transformers_logits(case: LogitCase) -> Floats:
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta, **case.rope_scaling},
         attn_implementation="eager",
     )
-    return _logits_of(model_type(config), tensors(case), shape)
+    return model_type(config)
 
 
 def architecture_logits(case: ArchitectureCase) -> Floats:
     """Logits [len(POSITIONS), vocab] of the model that transformers builds from a config.json."""
-    return _logits_of(_model_of(case), sharpened(case.shape), case.shape)
+    return _logits_of(model_of(case), sharpened(case.shape), case.shape)
 
 
 def hybrid_logits(case: ArchitectureCase) -> Floats:
@@ -63,7 +68,7 @@ def hybrid_logits(case: ArchitectureCase) -> Floats:
     """
     import torch
 
-    model = _with_weights(_model_of(case), sharpened(case.shape), case.shape)
+    model = with_weights(model_of(case), sharpened(case.shape), case.shape)
     rows, cache = [], None
     with torch.no_grad():
         for token in hybrid_token_ids(case.shape).tolist():
@@ -73,7 +78,8 @@ def hybrid_logits(case: ArchitectureCase) -> Floats:
     return np.asarray(np.stack(rows)[list(HYBRID_POSITIONS)], np.float32)
 
 
-def _model_of(case: ArchitectureCase) -> Any:
+def model_of(case: ArchitectureCase) -> Any:
+    """The model that transformers builds from a config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     declared = case.config()
@@ -86,13 +92,14 @@ def _model_of(case: ArchitectureCase) -> Any:
 def _logits_of(model: Any, state: dict[str, Floats], shape: Shape) -> Floats:
     import torch
 
-    model = _with_weights(model, state, shape)
+    model = with_weights(model, state, shape)
     with torch.no_grad():
         logits = model(torch.from_numpy(token_ids(shape.vocab_size))[None], use_cache=False).logits[0]
     return np.asarray(logits.numpy()[list(POSITIONS)], np.float32)
 
 
-def _with_weights(model: Any, state: dict[str, Floats], shape: Shape) -> Any:
+def with_weights(model: Any, state: dict[str, Floats], shape: Shape) -> Any:
+    """The model in float32 with these weights, all of which must be there."""
     import torch
 
     model = model.to(torch.float32).eval()

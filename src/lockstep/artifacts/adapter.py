@@ -17,6 +17,7 @@ from lockstep.artifacts.adapter_files import MAX_RANK, PEFT_CONFIG, AdapterFiles
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.fingerprint import file_fingerprint, files_fingerprint
 from lockstep.artifacts.gguf import canonical_tensors
+from lockstep.artifacts.hub.source import SCHEME, DownloadProgress, HubSource, parse_hub_source
 from lockstep.artifacts.hybrids import KERNELS, huggingface_tensors
 from lockstep.artifacts.layout import expected_tensors, rotate_half_rows, split_fused
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, Tensor
@@ -60,27 +61,32 @@ class Adapter:
     prompt on. Empty: it applies from the first token of a text on."""
 
 
-def open_adapter(source: str | Path, base: Artifact, *, cache_dir: Path | None = None) -> Adapter:
+def open_adapter(
+    source: str | Path, base: Artifact, *, cache_dir: Path | None = None, progress: DownloadProgress | None = None
+) -> Adapter:
     """Open an adapter and check it against the model that it adapts.
 
     Args:
-        source: a PEFT directory or a GGUF file.
+        source: a PEFT directory, a GGUF file, or ``hf://org/name[@revision][#file]``.
         base: the model.
         cache_dir: directory of cached fingerprints; default: the user's cache directory.
+        progress: called during the download of an adapter from the hub.
 
     Raises:
         ArtifactNotFoundError: the source does not exist, or is not an adapter.
+        DownloadError: the hub cannot be reached or rejects the request.
         CorruptArtifactError: the adapter is truncated or inconsistent, or belongs to another model.
         UnsupportedArtifactError: the adapter is valid, but of an unsupported kind; the error names the setting.
     """
-    path = Path(source).expanduser()
+    hub = parse_hub_source(str(source)) if str(source).startswith(SCHEME) else None
+    path = Path(source).expanduser() if hub is None else _downloaded(hub, progress)
     files = _read(path)
     _check_base(files, base)
     targets = dict(_targets(files, base))
     expected = [name for name in expected_tensors(base.config) if name in targets]
     cache = _default_cache_dir() if cache_dir is None else cache_dir
     return Adapter(
-        name=path.stem if path.is_file() else path.absolute().name,
+        name=path.stem if path.is_file() else path.absolute().name if hub is None else hub.name,
         path=path,
         fingerprint=(
             file_fingerprint(path, cache)
@@ -93,6 +99,12 @@ def open_adapter(source: str | Path, base: Artifact, *, cache_dir: Path | None =
         num_bytes=sum(2 * (each.a.data.size + each.b.data.size) for each in targets.values()),
         invocation_ids=files.invocation_ids,
     )
+
+
+def _downloaded(source: HubSource, progress: DownloadProgress | None) -> Path:
+    from lockstep.artifacts.hub.download import adapter_path
+
+    return adapter_path(source, progress or (lambda name, have, total: None))
 
 
 def _default_cache_dir() -> Path:

@@ -138,7 +138,7 @@ class RunFlags:
     raw: Annotated[bool, SWITCH] = False
     """Complete the prompt without the chat template."""
     lora: Annotated[str | None, Flag(metavar="PATH")] = None
-    """LoRA adapter of the model: a PEFT directory or a GGUF file."""
+    """LoRA adapter of the model: a PEFT directory, a GGUF file or hf://org/name."""
     vectors: VectorFlags = field(default_factory=VectorFlags)
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     constraint: ConstraintFlags = field(default_factory=ConstraintFlags)

@@ -88,7 +88,7 @@ class ModelEntry:
     keep_alive_s: float | None = None
     """Idle time in seconds after which a loaded standby model is unloaded; None: it is only unloaded to make room."""
     adapter: str | None = None
-    """Path of a LoRA adapter of the source's model; None: none. Models of one source share a replica, with or without
+    """Source of a LoRA adapter of the source's model; None: none. Models of one source share a replica, with or without
     adapters."""
     remote: Remote | None = None
 

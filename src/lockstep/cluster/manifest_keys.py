@@ -271,12 +271,11 @@ def source(node: YamlNode) -> str:
 
 
 def adapter(node: YamlNode) -> str:
-    """Read the path of an adapter; nothing is opened."""
+    """Read the source of an adapter; its form is checked, but nothing is opened."""
     value = text(node)
-    if _CONTROL.search(value) or "\n" in value:
-        raise ConfigError(f"is {shown(value)}; a path has no control characters")
-    if "://" in value:
-        raise ConfigError(f"is {shown(value)}; it must be a path of a PEFT directory or a GGUF file on this machine")
+    if "://" in value and not value.startswith("hf://"):
+        raise ConfigError(f"is {shown(value)}; an adapter is a PEFT directory, a GGUF file or hf://org/name")
+    check_source(value)
     return value
 
 

@@ -39,7 +39,7 @@ class LoadLoraBody(Body):
     lora_name: Text = ""
     """Name of the new model."""
     lora_path: Text = ""
-    """PEFT directory or GGUF file on the server's machine."""
+    """PEFT directory or GGUF file on the server's machine, or `hf://org/name`."""
     base_model_name: Text | None = None
     """Name of a model to whose weights the adapter belongs. Default: the only one that accepts adapters."""
     load_inplace: bool = False

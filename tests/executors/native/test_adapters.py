@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from lockstep.errors import ExecutorError, InvalidPlanError
-from lockstep.executors.base import AdapterHost
+from lockstep.executors.base import AdapterHost, Logits
 from tests.executors.native.adapter_models import merged, random_adapter, run_with
 from tests.executors.native.loading import EACH_ISA, loaded
 from tests.executors.native.support import TINY, TINY_LLAMA, batch_of, random_artifact, run
@@ -14,10 +17,10 @@ from tools.random_adapters import MODULES
 
 TOKENS = np.random.default_rng(7).integers(0, 256, 70).tolist()
 TABLE = (1, 2, 3)
-F32 = {"kv_cache_precision": "f32"}
+F32: dict[str, Any] = {"kv_cache_precision": "f32"}
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(found: Logits, expected: Logits) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
@@ -67,8 +70,6 @@ def test_slots_are_filled_from_the_lowest_and_counted_in_bytes() -> None:
 
 def test_slots_of_another_number_of_tokens_are_refused() -> None:
     with loaded(random_artifact()) as executor:
-        from msgspec.structs import replace
-
         batch = batch_of((TOKENS, 0, TABLE))
         with pytest.raises(InvalidPlanError, match="adapters"):
             executor.execute(replace(batch, adapters=np.zeros(69, np.int32)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.hub.source import DEFAULT_REVISION, HubSource, cached_gguf, is_whole_gguf
+from lockstep.artifacts.hub.source import ADAPTER_FILES, DEFAULT_REVISION, HubSource, cached_gguf, is_whole_gguf
 from lockstep.errors import ArtifactError, ArtifactNotFoundError
 
 if TYPE_CHECKING:
@@ -81,6 +81,30 @@ def find_cached(source: HubSource, *, is_online: bool = True) -> Path | None:
         is_online: the hub can be reached, so an ambiguous source returns None. Otherwise the only cached GGUF file is
             used.
     """
+    snapshot = _snapshot(source)
+    if snapshot is None:
+        return None
+    if source.file is None and _is_whole(snapshot):
+        return snapshot
+    if source.file is None and is_online:
+        return None
+    name = cached_gguf(source, _gguf_names(snapshot))
+    return None if name is None else snapshot / name
+
+
+def find_cached_adapter(source: HubSource) -> Path | None:
+    """Return the directory or GGUF file of an adapter if it is complete in the cache, otherwise None."""
+    snapshot = _snapshot(source)
+    if snapshot is None:
+        return None
+    if source.file is None:
+        return snapshot if all((snapshot / name).is_file() for name in ADAPTER_FILES) else None
+    name = cached_gguf(source, _gguf_names(snapshot))
+    return None if name is None else snapshot / name
+
+
+def _snapshot(source: HubSource) -> Path | None:
+    """Directory of a source's revision; None if the cache has no such revision. It need not exist."""
     repo = CachedRepo.of(source.repo)
     commit = source.revision
     if not _COMMIT.fullmatch(commit):
@@ -88,15 +112,7 @@ def find_cached(source: HubSource, *, is_online: bool = True) -> Path | None:
             commit = repo.ref(commit).read_text().strip()
         except (OSError, ValueError):
             return None
-        if not _COMMIT.fullmatch(commit):
-            return None
-    snapshot = repo.snapshot(commit)
-    if source.file is None and _is_whole(snapshot):
-        return snapshot
-    if source.file is None and is_online:
-        return None
-    name = cached_gguf(source, _gguf_names(snapshot))
-    return None if name is None else snapshot / name
+    return repo.snapshot(commit) if _COMMIT.fullmatch(commit) else None
 
 
 def cached_models() -> list[CachedModel]:

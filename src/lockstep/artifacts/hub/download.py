@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.artifacts.hub.cache import CachedRepo, find_cached
+from lockstep.artifacts.hub.cache import CachedRepo, find_cached, find_cached_adapter
 from lockstep.artifacts.hub.source import (
+    ADAPTER_FILES,
     EXPECTED_FORM,
     INDEX,
     DownloadProgress,
@@ -94,6 +95,34 @@ def pull(source: HubSource, progress: DownloadProgress, retry_wait_s: float = RE
         else:
             _fetch_directory(revision, progress)
             path = revision.snapshot
+        revision.remember()
+    return path
+
+
+def adapter_path(source: HubSource, progress: DownloadProgress) -> Path:
+    """Return the PEFT directory or GGUF file of an adapter, and download it if it is not cached.
+
+    Raises:
+        ArtifactError: the adapter is not cached and cannot be downloaded; the message gives the reason in one line.
+    """
+    path = find_cached_adapter(source)
+    if path is not None:
+        return path
+    with reported(source):
+        revision = look_up(source)
+        if source.file is None:
+            absent = [name for name in ADAPTER_FILES if name not in revision.listing]
+            if absent:
+                raise ArtifactNotFoundError(
+                    f"the repository has no {absent[0]}; a PEFT adapter, or a GGUF file named with '#', is expected",
+                    path=str(source),
+                )
+            revision.fetch(ADAPTER_FILES, progress)
+            path = revision.snapshot
+        else:
+            name = gguf_file(source, revision.listing)
+            revision.fetch([name], progress)
+            path = revision.snapshot / name
         revision.remember()
     return path
 

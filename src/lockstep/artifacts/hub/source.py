@@ -20,6 +20,8 @@ _SOURCE = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._/-]{{1,200}}))?(?:#(.{
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 """Names of the weights in a repository: the index of several files, or a single file."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""Files of a PEFT directory."""
 _TEXT_FILES = (
     "config.json",
     "generation_config.json",

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.adapter import Adapter, AdapterTarget
 from lockstep.artifacts.model import Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import BLOCKS
+from lockstep.executors.native.adapters import PackedAdapter, pack_adapter
 from lockstep.executors.native.forward import BLOCK_TOKENS, Forward
 from lockstep.executors.native.library import NativeLibrary
+from lockstep.executors.native.operations import Program
 from lockstep.executors.native.packs import Matrix
 from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool, multiply, multiply_floats, quantise
 from lockstep.executors.native.program import build_program
@@ -56,10 +60,15 @@ def _results(library: NativeLibrary) -> Iterator[tuple[str, bytes]]:
     for storage in ("f32", "f16", "int8"):
         yield f"a forward pass with {storage} keys and values", _pass(library, _CONFIG, storage)
     yield "an encoder's forward pass", _pass(library, _ENCODER, "f16")
+    yield "a forward pass with an adapter", _pass(library, _CONFIG, "f16", adapter_rank=5)
 
 
-def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
-    """Logits of a decoder, or hidden states of an encoder."""
+def _pass(library: NativeLibrary, config: ModelConfig, storage: str, adapter_rank: int = 0) -> bytes:
+    """Logits of a decoder, or hidden states of an encoder.
+
+    Args:
+        adapter_rank: rank of an adapter that every second token has; 0: none.
+    """
     sizes = {"q": config.num_heads * config.head_dim, "k": config.num_kv_heads * config.head_dim}
     prefix = "model.layers.0."
     shapes = {
@@ -88,10 +97,26 @@ def _pass(library: NativeLibrary, config: ModelConfig, storage: str) -> bytes:
                 wanted = rows[: _TOKENS if stage == config.num_layers else 0]
                 result = forward.step(token_ids, plan, cache, wanted, totals, stage)
         else:
-            forward.step(token_ids, plan, cache, rows[:0])
+            adapters = None
+            if adapter_rank:
+                forward.load_adapter(1, _adapter(program, adapter_rank))
+                adapters = (rows % 2).astype(np.int32)
+            forward.step(token_ids, plan, cache, rows[:0], adapters=adapters)
             forward.logits(rows, result)
         forward.close()
     return result.tobytes()
+
+
+def _adapter(program: Program, rank: int) -> PackedAdapter:
+    """An adapter of all products of the layers."""
+    targets, indices = {}, {}
+    for index, (name, matrix) in enumerate(zip(program.weight_names, program.weights, strict=True)):
+        if name.startswith("model.layers."):
+            a, b = ((rank, matrix.columns), (matrix.features, rank))
+            halves = [_numbers(shape[0] * shape[1]).astype(np.float16).reshape(shape) for shape in (a, b)]
+            parts = [Tensor(name, Encoding.F16, half.shape, half) for half in halves]
+            targets[name], indices[name] = AdapterTarget(parts[0], parts[1], 0.5), [index]
+    return pack_adapter(Adapter("check", Path(), "", rank, 0.5, targets, 0), indices)
 
 
 def _blocks(encoding: Encoding) -> npt.NDArray[np.uint8]:

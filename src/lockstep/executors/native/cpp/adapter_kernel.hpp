@@ -1,7 +1,7 @@
 // Kernel of low-rank adapters over an instruction set's lanes; adapter_kernel_*.cpp instantiate it.
 #pragma once
 
-#include <algorithm>
+#include <type_traits>
 
 #include "adapters.hpp"
 #include "elements.hpp"
@@ -11,6 +11,7 @@ namespace lockstep::native {
 template <class L>
 struct AdapterLanes {
     using V = typename L::V;
+    static constexpr int AHEAD = 1024;  // numbers of A that are fetched before they are needed
     static constexpr int ROWS = L::REGISTERS >= 32 ? ADAPTER_ROWS : 1;  // rows of a tile of sums that fits the registers
 
     template <FloatType T>
@@ -41,6 +42,7 @@ struct AdapterLanes {
             V acc[R * RANK_UNIT];
             for (V& each : acc) each = L::zero();
             for (std::int64_t at = 0; at < last; at += LANES, a += RANK_UNIT * LANES) {
+                for (int line = 0; line < 2; line++) __builtin_prefetch(a + AHEAD + line * 32);
                 V weight[RANK_UNIT];
                 for (int k = 0; k < RANK_UNIT; k++) weight[k] = load<T>(a + k * LANES);
                 for (int r = 0; r < R; r++) {
@@ -58,6 +60,7 @@ struct AdapterLanes {
         V acc[R][2];
         for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = L::zero();
         for (std::int32_t k = 0; k < w.rank; k++, b += PANEL) {
+            __builtin_prefetch(b + w.rank * PANEL);  // of the next panel
             const V first = load<T>(b), second = load<T>(b + LANES);
             for (int r = 0; r < R; r++) {
                 const V lowered = L::set(h[r][k]);

@@ -14,6 +14,7 @@
 namespace lockstep::native {
 
 constexpr std::int64_t MAX_TOKENS = 1 << 20;  // of a step
+constexpr std::int64_t BLOCK_ROWS = 48;       // rows that a thread takes through a part of the body
 
 // Block tables of a group with a window.
 struct WindowTables {
@@ -84,7 +85,17 @@ public:
     const char* unload_adapter(std::int64_t slot) { return adapters.unload(slot); }
 
 private:
-    struct Span;
+    // Rows of a step that are computed together: the first one and their number; their short-lived buffers, and for how
+    // many rows these have room; the destination of logits; and the threads that share the work.
+    struct Span {
+        std::int64_t first, count;
+        std::uint8_t* area;
+        std::int64_t room;
+        float* logits;
+        Pool* pool;
+        bool has_tokens = false;  // true for rows of a step, which may have adapters
+    };
+
     const char* fault(const StepInput&) const;
     const char* tables_fault(const StepInput&) const;
     const char* adapters_fault(const StepInput&) const;
