@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.engine.engine import Engine
     from lockstep.engine.llm import LLM, AsyncEngine
     from lockstep.engine.loading import load_model
-    from lockstep.engine.options import EngineOptions, LoadOptions
+    from lockstep.engine.options import AdapterSource, EngineOptions, LoadOptions
     from lockstep.engine.outputs import Completion, RequestOutput, StepOutputs, TokenOutput
     from lockstep.engine.request import GenerationRequest
     from lockstep.errors import LockstepError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AdapterSource",
     "AsyncEngine",
     "Completion",
     "Constraint",
@@ -51,6 +52,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "lockstep.engine.llm",
+    "AdapterSource": "lockstep.engine.options",
     "AsyncEngine": "lockstep.engine.llm",
     "Completion": "lockstep.engine.outputs",
     "Constraint": "lockstep.executors.constraint",

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from hashlib import blake2b
 
-from lockstep.core.prefix import PrefixCache, block_hashes, namespace_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.core.prefix import AdapterStart, PrefixCache, block_hashes, namespace_of
 from tests.core.drive import prompt, run, scheduler
 
 
@@ -129,3 +132,42 @@ def test_a_scheduler_reports_added_and_evicted_contents() -> None:
 def test_a_chain_continues_from_known_hashes() -> None:
     whole = block_hashes(b"ns", range(40), 4)
     assert [block_hashes(b"ns", range(40), 4, whole[:known]) for known in (0, 1, 9, 10)] == [whole] * 4
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+ADAPTER, OTHER = b"a" * 16, b"b" * 16
+
+
+def adapted(ids: tuple[int, ...], position: int, fingerprint: bytes = ADAPTER) -> tuple[bytes, ...]:
+    return block_hashes(b"model", ids, 4, adapter=AdapterStart(position, fingerprint))
+
+
+def test_blocks_before_an_adapter_are_shared_with_the_base_and_no_later_ones() -> None:
+    ids = tuple(range(20))
+    base = block_hashes(b"model", ids, 4)
+    for position in range(20):
+        hashes = adapted(ids, position)
+        assert [one == other for one, other in zip(base, hashes, strict=True)] == [
+            block < position // 4 for block in range(5)
+        ]
+
+
+def test_adapters_share_no_blocks() -> None:
+    ids = tuple(range(20))
+    assert not set(adapted(ids, 0)) & set(adapted(ids, 0, OTHER))
+
+
+def test_equal_blocks_differ_if_the_adapter_begins_at_another_token_of_them() -> None:
+    """Invocation tokens may cross the border of a block, so a later block decides where the adapter begins."""
+    ids = tuple(range(20))
+    assert len({adapted(ids, position)[1] for position in (4, 5, 6, 7, 8)}) == 5
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 40), st.integers(0, 10), st.integers(1, 5))
+def test_a_chain_with_an_adapter_continues_from_known_hashes(
+    tokens: list[int], position: int, num_known: int, block_size: int
+) -> None:
+    start = AdapterStart(position, ADAPTER)
+    whole = block_hashes(b"model", tokens, block_size, adapter=start)
+    assert block_hashes(b"model", tokens, block_size, whole[:num_known], start) == whole

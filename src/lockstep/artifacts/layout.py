@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.gemma4 import check_gemma4, is_redundant, per_layer_tensors, tensors_in_layer
-from lockstep.artifacts.hybrids import check_mixers, mixer_tensors
+from lockstep.artifacts.hybrids import KERNELS, check_mixers, mixer_tensors
 from lockstep.artifacts.model import ModelConfig, Tensor
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from lockstep.spelling import nearest
@@ -32,6 +32,9 @@ _MAX_SIZE = 1 << 24
 """Maximum size of a dimension. No supported model has a larger one."""
 _MAX_LAYERS = 1024
 _MAX_HEAD_LAYERS = 8
+_ADAPTER_UNIT = 32
+"""Multiple to which rows and columns of an adapter's matrices are filled up in memory; ranks are to 4."""
+_ADAPTER_ALIGNMENT = 64
 _NO_HEADS: Mapping[str, int] = {}
 
 
@@ -186,6 +189,17 @@ def _attention_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, 
     if config.qk_norm:
         layer |= {f"self_attn.{name}_norm.weight": (size,) for name, size in norms.items()}
     return layer
+
+
+def adapter_bytes(config: ModelConfig, rank: int) -> int:
+    """Memory of a LoRA adapter of this rank on all products of all layers: for each product A [rank, columns] and B
+    [rows, rank] in 16 bits, in whole units of the kernels."""
+    num_bytes = 0
+    for name, shape in expected_tensors(config).items():
+        if name.startswith("model.layers.") and len(shape) == 2 and not name.endswith(KERNELS):
+            rows, columns = (-(-size // _ADAPTER_UNIT) * _ADAPTER_UNIT for size in shape)
+            num_bytes += 2 * (rows * rank + columns * (-(-rank // 4) * 4)) + 2 * _ADAPTER_ALIGNMENT
+    return num_bytes
 
 
 def _norm_tensors(config: ModelConfig, name: str, size: int) -> dict[str, tuple[int, ...]]:

@@ -55,10 +55,12 @@ def model_rows(cluster: ClusterSnapshot, engines: Sequence[EngineStats] = ()) ->
 
 
 def model_columns(columns: Sequence[Column[ModelRow]], cluster: ClusterSnapshot) -> list[Column[ModelRow]]:
-    """Columns for a cluster's models, with their tasks if one of them is for anything but text."""
-    if all(model.task in (None, "generate") for model in cluster.models):
-        return list(columns)
-    return [*columns[: len(_NAMES)], TASK, *columns[len(_NAMES) :]]
+    """Columns for a cluster's models, with their tasks if one of them is for anything but text, and with their adapters
+    if one of them has one."""
+    has_tasks = any(model.task not in (None, "generate") for model in cluster.models)
+    has_adapters = any(model.adapter is not None for model in cluster.models)
+    more = [*([TASK] if has_tasks else []), *([ADAPTER] if has_adapters else [])]
+    return [*columns[: len(_NAMES)], *more, *columns[len(_NAMES) :]]
 
 
 def _of_engine(
@@ -114,6 +116,7 @@ _NAMES: tuple[Column[ModelRow], ...] = (
     _state(2, lambda row: row.model.state, 8),
 )
 TASK: Column[ModelRow] = Column("TASK", 5, lambda row: row.model.task, width=8, is_word=True)
+ADAPTER: Column[ModelRow] = Column("ADAPTER", 6, lambda row: row.model.adapter, is_word=True)
 _COUNTS: tuple[Column[ModelRow], ...] = (
     Column("SESSIONS", 7, _sessions, key=lambda row: row.model.num_sessions),
     Column("REQUESTS", 11, lambda row: row.model.num_requests),

@@ -211,6 +211,10 @@ def invoke(argv: list[str]) -> int:
 
         completion_init()
     try:
+        if "--lora-modules" in argv:  # vLLM allows several values after one flag
+            from lockstep.cli.adapter_flags import separated
+
+            argv = separated(argv)
         code = app(args=argv, prog_name="lockstep", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # typer returns this code after Ctrl-C
             return _exit_code(argv, code)

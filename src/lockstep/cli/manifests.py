@@ -161,6 +161,7 @@ def _model(id_: str, placement: Placement) -> dict[str, Any]:
         "tier": declared.tier.value,
         "served_tier": served.tier.value,
         "source": served.source,
+        "adapter": served.adapter,
         "task": placement.tasks.get(id_),
         "size": None if size is None else str(size),
         "resident_bytes": None if row is None else row.gpu_bytes,

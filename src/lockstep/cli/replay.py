@@ -18,6 +18,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as shared
+from lockstep.cli.adapter_flags import adapters_of
 from lockstep.cli.flag_groups import SWITCH, Flag, reject_other_options, with_flags
 from lockstep.cli.replay_options import open_with_notes, settings_of
 from lockstep.cli.writing import OutputFile, check_outputs, expanded, make_folder, write_file
@@ -40,7 +41,18 @@ _OF_FLEETS = (
 """Parameters that apply to --replicas."""
 _FOR_FLEETS = ("routing", "max_imbalance")
 """Parameters that apply only to --replicas."""
-_OF_RECORDINGS = ("verify", "execute", "model", "threads", "isa", "allow_gaps", "request", "as_json", "debug")
+_OF_RECORDINGS = (
+    "verify",
+    "execute",
+    "model",
+    "lora_modules",
+    "threads",
+    "isa",
+    "allow_gaps",
+    "request",
+    "as_json",
+    "debug",
+)
 """Parameters that apply to --verify and --execute."""
 
 
@@ -89,6 +101,8 @@ class RecordingFlags:
     """Recording with content whose tokens are all computed again, with --model."""
     model: Annotated[str | None, Flag(metavar="SOURCE")] = None
     """Model for --execute."""
+    lora_modules: Annotated[list[str] | None, Flag(metavar="NAME=PATH")] = None
+    """LoRA adapter of the recording, for --execute; may be repeated. Its content identifies it."""
     threads: Annotated[int | None, Flag(metavar="N"), Range(1)] = None
     """Threads of --execute; None: one for each core."""
     isa: Annotated[str | None, Flag(is_hidden=True)] = None
@@ -370,7 +384,9 @@ def execute_trace(path: Path, given: RecordingFlags, as_json: bool) -> int:
         raise UsageError("--execute requires --model SOURCE")
     engines = []
     machine = computing.MachineOptions(given.threads, given.isa)
-    for execution in computing.execute(open_with_notes(path), given.model, request=given.request, machine=machine):
+    adapters = adapters_of(given.lora_modules)
+    trace = open_with_notes(path)
+    for execution in computing.execute(trace, given.model, request=given.request, machine=machine, adapters=adapters):
         engines.append(computing.facts(execution))
         if not as_json:
             print("\n".join(computing.describe(execution)))

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,7 @@ from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.run_vectors import VectorFlags, print_scores, print_vectors, texts_of
 from lockstep.cli.terminal import Piece
-from lockstep.engine.options import LoadOptions
+from lockstep.engine.options import AdapterSource, LoadOptions
 from lockstep.errors import UsageError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
@@ -137,6 +137,8 @@ class RunFlags:
     system: flags.System = None
     raw: Annotated[bool, SWITCH] = False
     """Complete the prompt without the chat template."""
+    lora: Annotated[str | None, Flag(metavar="PATH")] = None
+    """LoRA adapter of the model: a PEFT directory, a GGUF file or hf://org/name."""
     vectors: VectorFlags = field(default_factory=VectorFlags)
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     constraint: ConstraintFlags = field(default_factory=ConstraintFlags)
@@ -156,7 +158,7 @@ def run(given: RunFlags) -> None:
     load = local.load_options(max_num_seqs=max(1, min(len(texts), MAX_TEXTS_AT_ONCE)))
     if given.as_json and not texts and sys.stdin.isatty():
         raise UsageError(NO_PROMPT)
-    with _load(given.model, load) as llm:
+    with _load(given.model, _with_adapter(given.model, load, given.lora)) as llm:
         given.vectors.check(llm.model.task)
         if llm.model.task != "generate":
             _check_no_answer(llm.model.task, given)
@@ -167,7 +169,7 @@ def run(given: RunFlags) -> None:
             raise UsageError("this model answers one prompt; write it in quotes, as one TEXT")
         if given.as_json and not texts:
             raise UsageError(NO_PROMPT)
-        answerer = LocalAnswerer(variables, local.reasoning, given.raw, local.chat_template, llm)
+        answerer = LocalAnswerer(variables, local.reasoning, given.raw, local.chat_template, llm, given.lora)
         conversation = Conversation(answerer, params, system, is_verbose=given.verbose)
         if not texts:
             converse(conversation)
@@ -194,6 +196,16 @@ def _read(flag: str, path: Path) -> str:
         raise UsageError(f"{flag}: {path} cannot be read: {error}; it must be a text file in UTF-8") from None
 
 
+def _with_adapter(model: str, options: LoadOptions, path: str | None) -> LoadOptions:
+    """Return the options with the adapter of `--lora`, under its path as a name."""
+    if path is None:
+        return options
+    from lockstep.engine.loading import open_adapters, with_room_for
+
+    source = AdapterSource(path, path)
+    return with_room_for(replace(options, adapters=(source,)), open_adapters(model, (source,), options.cache_dir))
+
+
 def _load(model: str, options: LoadOptions) -> LLM:
     from lockstep.engine.llm import LLM
 
@@ -205,7 +217,13 @@ class LocalAnswerer:
     """Answers of a model in this process."""
 
     def __init__(
-        self, template_kwargs: Mapping[str, Any], reasoning: str, raw: bool, template: Path | None, llm: LLM
+        self,
+        template_kwargs: Mapping[str, Any],
+        reasoning: str,
+        raw: bool,
+        template: Path | None,
+        llm: LLM,
+        adapter: str | None = None,
     ) -> None:
         self.model = llm.model.name
         self.has_roles = llm.model.tokenizer.has_chat_template and not raw
@@ -215,6 +233,7 @@ class LocalAnswerer:
         self._template_kwargs = template_kwargs
         self._reasoning = reasoning
         self._template = template
+        self._adapter = adapter
 
     @property
     def defaults(self) -> Mapping[str, object]:
@@ -229,7 +248,8 @@ class LocalAnswerer:
         if self.has_roles:
             template = "the model's own" if self._template is None else str(self._template)
         context = f"{self._llm.engine.config.max_model_len} tokens"
-        return {"source": model.source, "context": context, "chat template": template}
+        adapter = {} if self._adapter is None else {"adapter": self._adapter}
+        return {"source": model.source, **adapter, "context": context, "chat template": template}
 
     def generate(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
         """Stream the answer. Closing the generator aborts the request."""
@@ -237,9 +257,10 @@ class LocalAnswerer:
         from lockstep.engine.request import GenerationRequest
 
         if self.has_roles:
-            request = GenerationRequest(ChatPrompt(messages, self._template_kwargs, self._reasoning), params)
+            prompt: ChatPrompt | str = ChatPrompt(messages, self._template_kwargs, self._reasoning)
         else:
-            request = GenerationRequest(messages[-1]["content"], params)
+            prompt = messages[-1]["content"]
+        request = GenerationRequest(prompt, params, adapter=self._adapter or "")
         with closing(self._llm.stream(request)) as outputs:
             for output in outputs:
                 if output.request is not None:

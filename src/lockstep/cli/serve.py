@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options as flags
+from lockstep.cli.adapter_flags import adapters_of
 from lockstep.cli.config_file import use_config
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.manifests import backend_of, read_manifest
@@ -22,6 +23,7 @@ from lockstep.cli.progress import ServingProgress
 from lockstep.cli.serve_flags import (
     ENGINE,
     LIMITS,
+    AdapterFlags,
     ClusterFlags,
     ForeignFlags,
     ListenFlags,
@@ -76,6 +78,7 @@ class ServeFlags:
     debug: flags.Debug = False
     listen: ListenFlags = field(default_factory=ListenFlags)
     model_flags: ModelFlags = field(default_factory=ModelFlags)
+    adapters: AdapterFlags = field(default_factory=AdapterFlags)
     executor: flags.Executor = field(default_factory=ExecutorOptions)
     worker: WorkerFlags = field(default_factory=WorkerFlags)
     cluster: ClusterFlags = field(default_factory=ClusterFlags)
@@ -206,6 +209,9 @@ def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -
     load, kv = given.load(), kv_options(given.worker)
     model, model_flags, cluster_flags = given.model, given.model_flags, given.cluster
     _check_together(model, model_flags, cluster_flags)
+    adapters = {each.name: each.path for each in adapters_of(given.adapters.lora_modules)}
+    if adapters and cluster_flags.manifest is not None:
+        raise UsageError("--lora-modules does not apply to --manifest; set `adapter:` for models in the manifest")
     options = ClusterOptions(
         backend_of(cluster_flags.backend),
         load,
@@ -218,7 +224,11 @@ def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -
     if cluster_flags.manifest is None:
         template = flags.read_template(model_flags.chat_template)
         names = model_flags.served_model_name or ((DEMO_NAME,) if model is None else names_of_source(model))
-        manifest = Manifest.of_model(model or POCKET, names, template)
+        if taken := [name for name in names if name in adapters]:
+            raise UsageError(f"--lora-modules names {taken[0]!r}, which is the model's own name; choose another")
+        if adapters:  # before any file is read, so that the flag holds for adapters that are loaded later
+            options = replace(options, load=replace(load, engine=replace(load.engine, enable_lora=True)))
+        manifest = Manifest.of_model(model or POCKET, names, template, adapters)
         return Cluster(manifest, options, progress=progress), None
     seen = stamp_of(cluster_flags.manifest)  # before the file is read: later changes of it are reloaded
     manifest = read_manifest(cluster_flags.manifest)

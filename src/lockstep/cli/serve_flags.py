@@ -80,6 +80,14 @@ class ModelFlags:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFlags:
+    """LoRA adapters that are served beside the model."""
+
+    lora_modules: Annotated[list[str] | None, Flag(metavar="NAME=PATH")] = None
+    """LoRA adapter of the model, served under this name; may be repeated. Implies --enable-lora."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFlags:
     """The device worker, and its KV of sessions in host memory and on disk."""
 

@@ -46,6 +46,8 @@ def served_by(manifest: Manifest, backend: Backend | OneModel | RecordedBackend)
     """
 
     def served(entry: ModelEntry) -> ModelEntry:
+        if backend is not Backend.AUTO:
+            entry = replace(entry, adapter=None)  # adapters belong to the sources that the backend replaces
         if isinstance(backend, RecordedBackend):
             return backend.served(entry)
         if isinstance(backend, OneModel):

@@ -84,6 +84,9 @@ class ModelCard:
     """Context length; None, like the following fields, until the model is loaded."""
     has_chat_template: bool | None
     parent: str | None = None
+    """Model of the same replica that this one adds an adapter or a persona to; None: there is none."""
+    adapter: str | None = None
+    """Path of its LoRA adapter; None: it has none."""
     task: Task | None = None
     """What the model is for; None: a remote model."""
     scoring: Scoring | None = None

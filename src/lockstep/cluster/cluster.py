@@ -25,6 +25,7 @@ from lockstep.cluster.reload import Reloads, first_of
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.requests import RequestHandler
 from lockstep.cluster.resolve import LoadProgress, OpenedManifest
+from lockstep.cluster.runtime_adapters import RuntimeAdapters
 from lockstep.cluster.sessions import SessionName
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot, host_named
 from lockstep.cluster.state import ClusterOptions, ClusterState
@@ -83,6 +84,8 @@ class Cluster:
             lambda path: open_artifact(path, cache_dir=state.options.load.cache_dir),
             opens_sources=state.options.backend is Backend.AUTO,
         )
+        self.adapters = RuntimeAdapters(state, self._reloads, self._operator_names)
+        """Adapters that are loaded and unloaded at runtime."""
 
     @property
     def events(self) -> EventLog:
@@ -456,14 +459,24 @@ class Cluster:
         return ModelCard(
             name=model.id,
             aliases=model.entry.aliases,
-            root=model.entry.source,
+            root=model.entry.adapter or model.entry.source,
             created_s=self._created_s,
             tier=model.status(self._state.now_s()),
             max_model_len=recorded.max_model_len if recorded else loaded.max_model_len if loaded else None,
             has_chat_template=None if known is None else known.has_chat_template,
-            parent=mates[0].id if mates and mates[0] is not model else None,
+            parent=_parent(model, mates),
+            adapter=model.entry.adapter,
             text=None if not is_booted else known if remote is None else remote.tokenizer,
             absence="the model is loading" if is_booted else self._state.loading,
             task=None if replica is None else replica.spec.options.task,
             scoring=None if loaded is None else loaded.scoring,
         )
+
+
+def _parent(model: Model, mates: Sequence[Model]) -> str | None:
+    """Id of the first model without an adapter on the same replica; None: the model itself is that, or has none. The
+    parent of an adapter whose base has no name of its own is the source."""
+    base = next((each for each in mates if each.entry.adapter is None), None)
+    if base is None:
+        return model.entry.source if model.entry.adapter is not None else None
+    return None if base is model else base.id

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -87,6 +87,9 @@ class ModelEntry:
     """Task of the model; None: the one of its artifact."""
     keep_alive_s: float | None = None
     """Idle time in seconds after which a loaded standby model is unloaded; None: it is only unloaded to make room."""
+    adapter: str | None = None
+    """Source of a LoRA adapter of the source's model; None: none. Models of one source share a replica, with or without
+    adapters."""
     remote: Remote | None = None
 
     @property
@@ -200,15 +203,24 @@ class Manifest:
     """Warnings about settings that are accepted but should be written differently, one sentence each with its line."""
 
     @classmethod
-    def of_model(cls, source: str, names: Sequence[str], chat_template: str | None = None) -> Manifest:
+    def of_model(
+        cls,
+        source: str,
+        names: Sequence[str],
+        chat_template: str | None = None,
+        adapters: Mapping[str, str] = {},
+    ) -> Manifest:
         """Build a manifest of one resident model. It has no budgets, so the model may use the whole device.
 
         Args:
             names: served name, then aliases; any text is allowed, even if a manifest file could not contain it.
+            adapters: paths of adapters by their served names, each of which becomes a model of the same replica.
         """
         id_, *aliases = dict.fromkeys(names)
         entry = ModelEntry(id_, source, aliases=tuple(aliases), chat_template=chat_template)
-        return cls(ONE_MODEL, (entry,), sessions=SessionLimits(idle_threshold_s=None, max_active_sessions=None))
+        others = [replace(entry, id=name, aliases=(), adapter=path) for name, path in adapters.items()]
+        limits = SessionLimits(idle_threshold_s=None, max_active_sessions=None)
+        return cls(ONE_MODEL, (entry, *others), sessions=limits)
 
     def entry(self, id_: str) -> ModelEntry:
         """Model with an id; KeyError: there is none."""

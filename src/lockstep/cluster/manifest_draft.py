@@ -168,7 +168,7 @@ def _check_entry(entry: EntryDraft, draft: ManifestDraft, reading: Reading) -> N
         message = f"is {tier.value!r}, but `remote:` names a server; write remote or leave one out"
         reading.fault(f"{entry.where}.tier", message)
     if entry.is_remote:
-        for key in ("engine", "size", "chat_template", "task"):
+        for key in ("adapter", "engine", "size", "chat_template", "task"):
             if f"{entry.where}.{key}" in reading.lines:
                 message = "does not apply to a remote model, which another server loads; leave it out"
                 reading.fault(f"{entry.where}.{key}", message)

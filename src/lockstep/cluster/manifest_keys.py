@@ -270,6 +270,15 @@ def source(node: YamlNode) -> str:
     return value
 
 
+def adapter(node: YamlNode) -> str:
+    """Read the source of an adapter; its form is checked, but nothing is opened."""
+    value = text(node)
+    if "://" in value and not value.startswith("hf://"):
+        raise ConfigError(f"is {shown(value)}; an adapter is a PEFT directory, a GGUF file or hf://org/name")
+    check_source(value)
+    return value
+
+
 def check_source(value: str) -> None:
     """Raise ConfigError for a source that names no artifact; the error's text omits the subject."""
     from lockstep.artifacts.hub.source import parse_hub_source
@@ -392,6 +401,7 @@ def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, ManifestKe
     remote = remote_keys(environment)
     return {
         "source": ManifestKey(source),
+        "adapter": ManifestKey(adapter),
         "tier": ManifestKey(one_of(TIERS, [tier.value for tier in Tier]), write=lambda tier: tier.value),
         "priority": ManifestKey(priority, write=_priority_text),
         "max_active_sessions": ManifestKey(whole(1)),

@@ -29,6 +29,10 @@ SOURCE_REFUSED = (
     "requires an admin's key, or cannot be served; any key may name pocket://, stub://NAME, "
     "models in the directory of the server's manifest file, and what that file names (--allow-any-source: any source)"
 )
+ADAPTER_REFUSED = (
+    "requires an admin's key, or cannot be used; any key may name adapters in the directory of the server's manifest "
+    "file, and those that this file names (--allow-any-source: any adapter)"
+)
 ADDRESS_REFUSED = (
     "is not a public address; other addresses require an admin's key or an entry in the server's manifest file "
     "(--allow-private-remotes: any key)"
@@ -81,6 +85,7 @@ class OperatorNames:
         self._can_open = can_open
         self._opens_sources = opens_sources
         self._sources: set[str] = set()
+        self._adapters: set[str] = set()
         self._urls: set[str] = set()
         self._keys: set[tuple[str, str]] = set()
         self.add(first)
@@ -90,6 +95,8 @@ class OperatorNames:
         for entry in manifest.entries:
             if entry.remote is None:
                 self._sources.add(entry.source)
+                if entry.adapter is not None:
+                    self._adapters.add(entry.adapter)
             else:
                 self._urls.add(entry.remote.base_url)
                 if entry.remote.api_key_env is not None:
@@ -129,6 +136,10 @@ class OperatorNames:
             return False
         return True
 
+    def may_open_adapter(self, path: str) -> bool:
+        """True if any sender may open an adapter: the operator's manifests name it, or it is in the directory."""
+        return path in self._adapters or not self._opens_sources or self._in_folder(path) is not None
+
     def _in_folder(self, source: str) -> Path | None:
         """Real path of a source in the directory; None: it is elsewhere, by its name or because of symbolic links."""
         if self._folder is None or "://" in source or source.startswith("~") or ".." in Path(source).parts:
@@ -155,6 +166,7 @@ class PermissionCheck:
         remote: Remote | None = entry.fields.get("remote")
         if remote is None:
             self._check_source(entry, reading)
+            self._check_adapter(entry, reading)
             return
         if not self._names.may_send_key(remote):
             reading.fault(
@@ -187,6 +199,15 @@ class PermissionCheck:
             reading.fault(where, SOURCE_REFUSED)
         elif "://" not in source:
             self._opened[source] = Problem(reading.line(where), where, SOURCE_REFUSED)
+
+    def _check_adapter(self, entry: EntryDraft, reading: Reading) -> None:
+        path, where = entry.fields.get("adapter"), f"{entry.where}.adapter"
+        if path is None or self._permissions.any_source:
+            return
+        if not self._names.may_open_adapter(path):
+            reading.fault(where, ADAPTER_REFUSED)
+        else:
+            self._opened[path] = Problem(reading.line(where), where, ADAPTER_REFUSED)
 
     def redacted(self, error: BaseException) -> BaseException:
         """Replace an error about a source that was opened for any sender by the error for a missing source; other

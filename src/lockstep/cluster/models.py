@@ -14,6 +14,7 @@ from lockstep.cluster.routing import Router
 from lockstep.cluster.sessions import ModelSessions
 from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.errors import ModelNotFoundError
+from lockstep.spelling import nearest
 
 MAX_SHOWN_NAMES = 16
 """Maximum number of names listed in the error for an unknown model."""
@@ -82,6 +83,7 @@ class Model:
             co_activation=entry.co_activation,
             idle_s=None if self.last_used_s is None else now_s - self.last_used_s,
             task=None if replica is None else replica.spec.options.task,
+            adapter=entry.adapter,
         )
 
 
@@ -123,13 +125,17 @@ class ModelSet:
         """
         model = self._by_name.get(name)
         if model is None:
-            raise ModelNotFoundError(f"The model `{name}` does not exist; {self._names_text()}.", param="model")
+            near = nearest(name or "", [each for each in self._by_name if each is not None])
+            hint = f"did you mean `{near[0]}`? T" if near else "t"
+            raise ModelNotFoundError(
+                f"The model `{name}` does not exist; {hint}his server has {self._names_text()}.", param="model"
+            )
         return model
 
     def _names_text(self) -> str:
         names = [f"`{name}`" for model in self.by_id.values() for name in (model.id, *model.entry.aliases)]
         more = f" and {len(names) - MAX_SHOWN_NAMES} more (GET /v1/models)" if len(names) > MAX_SHOWN_NAMES else ""
-        return f"this server has {', '.join(names[:MAX_SHOWN_NAMES])}{more}"
+        return f"{', '.join(names[:MAX_SHOWN_NAMES])}{more}"
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:

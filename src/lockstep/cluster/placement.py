@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from lockstep.artifacts.adapter import Adapter
 from lockstep.artifacts.task import Task
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import (
@@ -98,8 +99,16 @@ def place(
             unknown[entry.id] = unopened[entry.source]
         if entry.tier is not Tier.REMOTE and entry.source in broken:
             refusals.append(f"{entry.id}: {unopened[entry.source]}")
+    adapters: dict[str, Adapter] = {}
+    for entry in opened:
+        if entry.adapter is not None and entry.source in sources:
+            try:
+                adapters[entry.id] = sources[entry.source].open_adapter(entry.id, entry.adapter)
+            except ArtifactError as error:
+                refusals.append(f"{entry.id}: {error}")
     try:
-        known = weigh(replace(served, entries=tuple(opened)), sources, base, 0, has_device_alone(served)).needs
+        of_opened = replace(served, entries=tuple(opened))
+        known = weigh(of_opened, sources, base, 0, has_device_alone(served), adapters).needs
         needs |= {need.model: need for need in known}
     except (ConfigError, ChatTemplateError) as error:
         refusals.append(str(error))
@@ -205,7 +214,8 @@ def text_of(placement: Placement) -> str:
         row = placement.row(entry.id)
         cells = ("?", "?", "unknown", "unknown") if row is None else cells_of(row)
         task = [tasks.get(entry.id, "-")] if tasks else []
-        rows.append((entry.id, entry.tier, *task, _short(entry.source), *cells))
+        source = _short(entry.source) if entry.adapter is None else f"{_short(entry.source)} + {_short(entry.adapter)}"
+        rows.append((entry.id, entry.tier, *task, source, *cells))
     return "\n".join([aligned(rows), *map(str, placement.table.budgets), *_lines_of_hosts(placement)])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from lockstep.cluster.manifest import Hosts, Manifest, Tier
@@ -21,9 +22,12 @@ from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.resolve import OpenedManifest
 from lockstep.cluster.snapshot import Replaced
 from lockstep.cluster.state import REPLACED, ClusterState
+from lockstep.engine.options import AdapterSource
 from lockstep.errors import InvalidParameterError, LockstepError, UnavailableError
 
 log = logging.getLogger(__name__)
+_Offered = tuple[ReplicaState, tuple[AdapterSource, ...]]
+"""A replica, and the adapters that its requests can name until the switch is complete."""
 
 
 class Reloads:
@@ -70,10 +74,13 @@ class Reloads:
         if self.is_replacing:
             raise UnavailableError("another manifest is being applied; try again when that is done")
 
-    async def replace(self, manifest: Manifest, permission_check: PermissionCheck | None) -> Replaced:
+    async def replace(
+        self, manifest: Manifest, permission_check: PermissionCheck | None, opened: OpenedManifest | None = None
+    ) -> Replaced:
         """Apply a manifest that was checked. Continues if the caller disconnects.
 
         Args:
+            opened: the manifest as it was opened; None: its sources are opened first.
             permission_check: permissions of a sender over the network, which limit what errors show; None: the operator
                 sent it.
 
@@ -82,7 +89,7 @@ class Reloads:
         """
         hosts = self._state.hosts
         work = (
-            self._replace(manifest, permission_check)
+            self._replace(manifest, permission_check, opened)
             if hosts is None
             else self._replace_on_all(hosts, manifest, permission_check)
         )
@@ -114,12 +121,14 @@ class Reloads:
             await hosts.client.end_replace(text)
         return replaced
 
-    async def _replace(self, manifest: Manifest, permission_check: PermissionCheck | None) -> Replaced:
+    async def _replace(
+        self, manifest: Manifest, permission_check: PermissionCheck | None, opened: OpenedManifest | None = None
+    ) -> Replaced:
         began_s, events = self._state.now_s(), self._state.events
         events.emit("manifest_replacing", cluster=manifest.cluster)
         reason: str | None = None
         try:
-            return await replace_manifest(self._state, manifest)
+            return await replace_manifest(self._state, manifest, opened)
         except BaseException as error:
             first = first_of(error)
             shown = first if permission_check is None else permission_check.redacted(first)
@@ -133,7 +142,7 @@ class Reloads:
             events.emit("manifest_replaced", cluster=cluster, error=reason, duration_ms=duration_ms)
 
 
-async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
+async def replace_manifest(state: ClusterState, manifest: Manifest, opened: OpenedManifest | None = None) -> Replaced:
     """Apply a manifest. Only one call runs at a time.
 
     Raises:
@@ -141,18 +150,20 @@ async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
     """
     began_s = state.now_s()
     old = state.models
-    opened = await state.open(manifest)
+    opened = opened or await state.open(manifest)
     known = set(state.replicas.all())
     models = state.build(manifest, opened)
     restored = _restore_dismissed(old, models)
     gone = [replica for replica in state.replicas.all() if replica not in models.replicas]
     try:
         await _load(state, models, opened, gone)
+        offered = await _offer_adapters(state, opened)
         opened = state.weighed(opened)  # until now the larger budget of the two manifests applied
     except BaseException:
         await _undo(state, models, [replica for replica in models.replicas if replica not in known], gone, restored)
         raise
     state.apply(models, opened)
+    await _use_adapters(state, offered)
     num_busy = sum(replica.num_busy for replica in gone)
     num_cut = await _remove(state, gone, state.options.drain_s)
     await _close_remotes(old, models)
@@ -162,6 +173,32 @@ async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
     return Replaced(
         manifest.cluster, added, removed, changed, unchanged, num_drained, num_cut, duration_ms, manifest.notes
     )
+
+
+async def _offer_adapters(state: ClusterState, opened: OpenedManifest) -> list[_Offered]:
+    """Add the new adapters to loaded replicas, whose requests may still use the old ones. Returns these replicas with
+    their new and old adapters.
+
+    Raises:
+        LockstepError: a replica cannot use its new adapters.
+    """
+    changed: list[_Offered] = []
+    for spec in {spec.key: spec for spec in opened.specs.values()}.values():
+        replica, new = state.replicas.of(spec), spec.options.adapters
+        old = replica.spec.options.adapters
+        if old != new:
+            names = [each.name for each in new]
+            both = (*new, *(each for each in old if each.name not in names))
+            changed.append((replica, both))
+            await state.replicas.use_adapters(replica, both)
+    return changed
+
+
+async def _use_adapters(state: ClusterState, offered: Sequence[_Offered]) -> None:
+    """Give replicas exactly the adapters of their specs."""
+    for replica, adapters in offered:
+        if adapters != replica.spec.options.adapters:
+            await state.replicas.use_adapters(replica, replica.spec.options.adapters)
 
 
 def _links(hosts: Hosts) -> tuple[object, ...]:
@@ -225,6 +262,10 @@ async def _undo(
     await _close_remotes(models, old)
     assert state.opened is not None
     state.apply(old, state.opened)
+    with suppress(LockstepError):  # the previous adapters were in use until now
+        for replica in old.replicas:
+            if replica.spec.options.has_adapters:
+                await state.replicas.use_adapters(replica, replica.spec.options.adapters)
     await asyncio.gather(*(state.bring_up(replica) for replica in _resident(old)), return_exceptions=True)
 
 

@@ -27,6 +27,7 @@ from lockstep.cluster.planner import (
     plan,
 )
 from lockstep.cluster.replica_state import FAILED, WARM_TIME_S, ReplicaSpec, ReplicaState, Waiter
+from lockstep.engine.options import AdapterSource
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
 from lockstep.hosts.workers import HostedWorkers
@@ -114,6 +115,15 @@ class Replicas:
         replica.spec = spec
         if replica.loaded is not None:
             replica.measured_bytes = spec.measure(replica.loaded)
+
+    async def use_adapters(self, replica: ReplicaState, adapters: tuple[AdapterSource, ...]) -> None:
+        """Set the adapters of a resident replica; others get those of their spec when they are loaded.
+
+        Raises:
+            LockstepError: one of them cannot be used, and nothing was changed.
+        """
+        if replica.phase is Phase.RESIDENT:
+            await self._worker.use_adapters(replica.key, adapters)
 
     def order(self, keys: Iterable[str]) -> None:
         """Move these replicas to the front, in this order, which breaks ties in plans."""
@@ -357,6 +367,9 @@ class Replicas:
             if excess:
                 self._move(replica, Phase.UNLOADING, "budget")
                 raise NotLoadableError(f"{spec.source}: {excess}")
+            while replica.spec.options.adapters != spec.options.adapters:  # another manifest was applied meanwhile
+                spec = replica.spec
+                await self._worker.use_adapters(spec.key, spec.options.adapters)
             if self._worker.loaded(spec.key) is not loaded:
                 raise WorkerLostError("the device worker ended right after it had loaded the model")
         except WorkerLostError as lost:

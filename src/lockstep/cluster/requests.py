@@ -24,8 +24,18 @@ from lockstep.engine.input_processing import check_session
 from lockstep.engine.outputs import RequestOutput, TokenOutput, WaitReason
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.scoring import check_task, pair_request
-from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
+from lockstep.errors import (
+    DeadlineError,
+    InvalidParameterError,
+    LockstepError,
+    ModelNotFoundError,
+    PromptTooLongError,
+    QueueDeadlineError,
+    UnavailableError,
+)
+from lockstep.hosts.group import HostedMailbox
 from lockstep.worker.messages import DispatchDecided
+from lockstep.worker.pending import Mailbox
 from lockstep.worker.progress import LOADING, PLACE, CallObserver, CallProgress
 from lockstep.worker.supervised import SupervisedWorker
 
@@ -238,7 +248,7 @@ class RequestHandler:
                 with self._state.worker.open_mailbox(key, request) as mailbox:
                     stages = loaded.geometry.num_stages
                     mailbox.observer = CallObserver(progress, model.id, key, loaded.config, progress.clock(), stages)
-                    outputs = await mailbox.take()
+                    outputs = await _first_outputs(model, mailbox)
                     self._state.sessions.accepted(call.session_id)
                     yield (Accepted(model.id, request.prompt_ids, hops),)
                     while True:
@@ -335,6 +345,16 @@ class RequestHandler:
             if other.replica is not None and self._state.replicas.warm(other.replica):
                 self._state.counters.co_activation_warms += 1
                 self._state.events.emit("co_activation_warmed", model=other.id, by=model.id)
+
+
+async def _first_outputs(model: Model, mailbox: Mailbox | HostedMailbox) -> list[TokenOutput]:
+    """Take the first outputs; ModelNotFoundError: the model's adapter was unloaded before the request reached it."""
+    try:
+        return await mailbox.take()
+    except InvalidParameterError as error:
+        if error.param == "adapter":
+            raise ModelNotFoundError(f"The model `{model.id}` was unloaded meanwhile.", param="model") from None
+        raise
 
 
 def _keyed(call: GenerationRequest) -> GenerationRequest:

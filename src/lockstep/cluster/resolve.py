@@ -7,28 +7,46 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.adapter import Adapter
 from lockstep.artifacts.embedding import check_encoder_task
 from lockstep.artifacts.hub.source import SCHEME as HUB
 from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
+from lockstep.artifacts.layout import adapter_bytes
 from lockstep.artifacts.model import ModelConfig, TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.artifacts.task import Task
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.manifest import Manifest, ModelEntry, Resources, Tier
 from lockstep.cluster.replica_state import ReplicaSpec
+from lockstep.engine.adapters import OpenAdapter
 from lockstep.engine.chat_template import ChatTemplate
-from lockstep.engine.loading import CORRECT_TEMPLATE, default_cache_dir, download_stage
-from lockstep.engine.options import EngineOptions, LoadOptions, Progress, check_limits, check_sizes, plan_config
+from lockstep.engine.loading import CORRECT_TEMPLATE, adapter_opener, default_cache_dir, download_stage
+from lockstep.engine.options import (
+    AdapterSource,
+    EngineOptions,
+    LoadOptions,
+    Progress,
+    check_limits,
+    check_sizes,
+    plan_config,
+)
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, ConfigError
 from lockstep.executors.base import Geometry
 from lockstep.executors.machine import available_memory_bytes, machine_memory_bytes
-from lockstep.executors.stub import DECLARED_BYTES, StubOptions, read_answers, stub_tokenizer_parts
+from lockstep.executors.stub import (
+    DECLARED_BYTES,
+    StubOptions,
+    open_stub_adapter,
+    read_answers,
+    stub_adapter_bytes,
+    stub_tokenizer_parts,
+)
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.hosts.values import GroupOptions
 from lockstep.worker.messages import Loaded
@@ -53,6 +71,13 @@ class OpenedManifest:
     needs: tuple[Need, ...]
     """Needs of all models, in order of definition."""
     table: BudgetTable
+    sources: Mapping[str, OpenedSource] = field(default_factory=dict, repr=False)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict, repr=False)
+    """Opened adapters by the ids of their models."""
+
+    def adapter_of(self, entry: ModelEntry) -> Adapter | None:
+        """Opened adapter of an entry that is part of this manifest, too; None: there is none."""
+        return self.adapters.get(entry.id) if entry in self.manifest.entries else None
 
 
 def open_manifest(
@@ -62,6 +87,7 @@ def open_manifest(
     progress: LoadProgress | None = None,
     *,
     is_alone: bool | None = None,
+    known: OpenedManifest | None = None,
 ) -> OpenedManifest:
     """Open every source that is not remote.
 
@@ -71,6 +97,7 @@ def open_manifest(
         held_bytes: memory of the loaded models, which a replacing manifest may reuse.
         progress: reports each source, and its download from the hub, under the first of its models.
         is_alone: result of `has_device_alone` for the whole manifest, if this is a part of it; None: it is whole.
+        known: manifest whose sources and adapters are used as they were opened; None: all are opened.
 
     Raises:
         ArtifactError: a source cannot be served; the message names the model.
@@ -84,17 +111,33 @@ def open_manifest(
                 "set it, or use --backend stub or pocket"
             )
     first_ids = {entry.source: entry.id for entry in reversed(manifest.entries) if entry.tier is not Tier.REMOTE}
-    sources = {source: OpenedSource.open(source, base, first_ids[source], progress) for source in sorted(first_ids)}
-    return weigh(manifest, sources, base, held_bytes, has_device_alone(manifest) if is_alone is None else is_alone)
+    opened = {} if known is None else known.sources
+    sources = {
+        source: opened.get(source) or OpenedSource.open(source, base, first_ids[source], progress)
+        for source in sorted(first_ids)
+    }
+    adapters = {
+        entry.id: (known and known.adapter_of(entry)) or sources[entry.source].open_adapter(entry.id, entry.adapter)
+        for entry in manifest.entries
+        if entry.adapter is not None and entry.source in sources
+    }
+    is_alone = has_device_alone(manifest) if is_alone is None else is_alone
+    return weigh(manifest, sources, base, held_bytes, is_alone, adapters)
 
 
 def weigh(
-    manifest: Manifest, sources: Mapping[str, OpenedSource], base: LoadOptions, held_bytes: int, is_alone: bool
+    manifest: Manifest,
+    sources: Mapping[str, OpenedSource],
+    base: LoadOptions,
+    held_bytes: int,
+    is_alone: bool,
+    adapters: Mapping[str, Adapter] = {},
 ) -> OpenedManifest:
     """Decide how each model is loaded, and how much it needs of each budget; see `open_manifest`.
 
     Args:
         sources: opened sources of all models that are not remote.
+        adapters: opened adapters by the ids of their models.
     """
     engine = replace(base.engine, order=base.engine.order or "priority")
     num_replicas = sum(_group_of(manifest, source).num for source in sources)
@@ -103,11 +146,13 @@ def weigh(
     footprints: dict[str, Footprint] = {}
     for entry in manifest.entries:
         if entry.tier is not Tier.REMOTE:
-            options = sources[entry.source].options(entry, base, is_alone)
+            options = sources[entry.source].options(entry, base, is_alone, _adapters_of(manifest, entry, adapters))
+            _check_rank(entry, options.engine, adapters.get(entry.id))
             group = _group_of(manifest, entry.source, entry.variant)
             footprint = sources[entry.source].footprint(entry, options)
             footprint = replace(footprint, resident_bytes=footprint.resident_bytes * group.num)
-            spec = _spec(entry, sources[entry.source], options, footprint, group)
+            is_hosted = manifest.hosts is not None
+            spec = _spec(entry, sources[entry.source], options, footprint, group, is_hosted)
             footprints.setdefault(spec.key, footprint)
             specs[entry.id] = spec
     needs = tuple(
@@ -115,7 +160,25 @@ def weigh(
         for e in manifest.entries
     )
     budgets = effective_budgets(manifest.resources, machine_of(manifest, held_bytes))
-    return OpenedManifest(manifest, specs, needs, check(needs, budgets))
+    return OpenedManifest(manifest, specs, needs, check(needs, budgets), sources, adapters)
+
+
+def _adapters_of(manifest: Manifest, entry: ModelEntry, adapters: Mapping[str, Adapter]) -> tuple[AdapterSource, ...]:
+    """Adapters of the replica that a model shares with others, in order of definition."""
+    sharing = [
+        each
+        for each in manifest.entries
+        if each.id in adapters and (each.source, each.variant) == (entry.source, entry.variant)
+    ]
+    return tuple([AdapterSource(each.id, each.adapter or "", adapters[each.id].fingerprint) for each in sharing])
+
+
+def _check_rank(entry: ModelEntry, engine: EngineOptions, adapter: Adapter | None) -> None:
+    if adapter is not None and adapter.rank > engine.max_lora_rank:
+        raise ConfigError(
+            f"{entry.id}: the adapter has rank {adapter.rank}, more than max_lora_rank ({engine.max_lora_rank}); raise "
+            "--max-lora-rank, or max_lora_rank in `engine:` of all models of this source"
+        )
 
 
 def local_part(manifest: Manifest) -> Manifest:
@@ -208,6 +271,9 @@ class OpenedSource:
     task: Task = "generate"
     encoder: ModelConfig | None = None
     """Configuration of an encoder, whose pool holds activations of texts; None: a decoder or a stub."""
+    open_adapter: OpenAdapter = open_stub_adapter
+    bytes_of_rank: Callable[[int], int] = stub_adapter_bytes
+    """Memory of an adapter of a given rank."""
 
     @classmethod
     def open(
@@ -223,9 +289,8 @@ class OpenedSource:
             return cls(source, source, DECLARED_BYTES, parts, stub.max_model_len, is_stub=True)
         report: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
         report("open", 0.0)
-        artifact = open_artifact(
-            source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(report)
-        )
+        cache_dir = base.cache_dir or default_cache_dir()
+        artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
         report("open", 1.0)
         return cls(
             source,
@@ -236,17 +301,28 @@ class OpenedSource:
             is_stub=False,
             task=artifact.task,
             encoder=artifact.config if artifact.config.bidirectional else None,
+            open_adapter=adapter_opener(artifact, cache_dir),
+            bytes_of_rank=partial(adapter_bytes, artifact.config),
         )
 
-    def options(self, entry: ModelEntry, base: LoadOptions, is_alone: bool) -> LoadOptions:
+    def options(
+        self, entry: ModelEntry, base: LoadOptions, is_alone: bool, adapters: tuple[AdapterSource, ...] = ()
+    ) -> LoadOptions:
         """Options with which a model of this source is loaded. Whatever is known to make the load fail is rejected
-        here. The KV pool of a stub is fictitious and counted in blocks."""
+        here. The KV pool of a stub is fictitious and counted in blocks.
+
+        Args:
+            adapters: adapters of the replica.
+        """
         engine = base.engine
+        if self.encoder is not None and "enable_lora" not in entry.engine:
+            engine = replace(engine, enable_lora=False)
         if self.is_stub and engine.num_blocks is None and not is_alone:
             engine = replace(engine, num_blocks=STUB_BLOCKS)
         template = base.chat_template if entry.chat_template is None else entry.chat_template
         task = entry.task or base.task or self.task
-        options = replace(base, engine=replace(engine, **entry.engine), chat_template=template, task=task)
+        engine = replace(engine, **entry.engine)
+        options = replace(base, engine=engine, chat_template=template, task=task, adapters=adapters)
         try:
             if self.encoder is not None:
                 check_encoder_task(self.encoder, task)
@@ -263,13 +339,20 @@ class OpenedSource:
 
     def footprint(self, entry: ModelEntry, options: LoadOptions) -> Footprint:
         """Memory that a replica needs with these options."""
+        reserved = self.reserved_bytes(options)
         if self.is_stub:
-            return predict(entry.size_bytes or DECLARED_BYTES, 0, 0)
+            return predict((entry.size_bytes or DECLARED_BYTES) + reserved, 0, 0)
         engine = options.engine
         device_bytes, host_bytes = engine.kv_cache_memory_bytes or 0, engine.host_kv_memory_bytes or 0
         if self.encoder is not None:
             device_bytes, host_bytes = min(device_bytes, activation_bytes(self.encoder, options)), 0
-        return predict(entry.size_bytes, self.file_bytes, device_bytes, host_bytes)
+        footprint = predict(entry.size_bytes, self.file_bytes, device_bytes, host_bytes)
+        return replace(footprint, resident_bytes=footprint.resident_bytes + reserved)
+
+    def reserved_bytes(self, options: LoadOptions) -> int:
+        """Memory that a load reserves for adapters."""
+        engine = options.engine
+        return engine.max_loras * self.bytes_of_rank(engine.max_lora_rank) if options.has_adapters else 0
 
 
 def activation_bytes(config: ModelConfig, options: LoadOptions) -> int:
@@ -318,11 +401,20 @@ def _group_of(manifest: Manifest, source: str, variant: str | None = None) -> Gr
 
 
 def _spec(
-    entry: ModelEntry, source: OpenedSource, options: LoadOptions, footprint: Footprint, group: GroupOptions
+    entry: ModelEntry,
+    source: OpenedSource,
+    options: LoadOptions,
+    footprint: Footprint,
+    group: GroupOptions,
+    is_hosted: bool,
 ) -> ReplicaSpec:
-    """Load specification of an entry. With several hosts its key includes the group's placement: a manifest that
-    changes it creates a new group, and the old group is drained."""
-    own = (source.fingerprint, entry.variant)
+    """Load specification of an entry. With several hosts its key includes the group's placement and adapters: a
+    manifest that changes them creates a new group, and the old group is drained. On one machine the adapters of a
+    loaded replica can change, but whether it has room for any cannot."""
+    own: tuple[object, ...] = (source.fingerprint, entry.variant)
+    if options.has_adapters:
+        adapters = [(each.name, each.fingerprint) for each in options.adapters] if is_hosted else []
+        own = (*own, "adapters", adapters)
     placed = (group.num, sorted(group.resources.items()), group.spread, group.policy.value, group.max_imbalance)
     facts = own if group == GroupOptions() else (*own, *placed)
     digest = hashlib.blake2b(repr(facts).encode()).hexdigest()[:KEY_DIGITS]
@@ -331,7 +423,7 @@ def _spec(
         if source.is_stub:  # its weights are fictitious
             return footprint.resident_bytes
         assert loaded.weights_bytes is not None, "only a stub has no measured weights"
-        weights = loaded.weights_bytes
+        weights = loaded.weights_bytes + loaded.adapter_bytes
         return group.num * (weights + loaded.config.num_blocks * loaded.geometry.bytes_per_block)
 
     def tokenizer() -> Tokenizer:

@@ -127,10 +127,12 @@ class NearestRouter:
 
 
 def addressed(call: GenerationRequest, entry: ModelEntry) -> GenerationRequest:
-    """Return a call with a model's persona, its priority, and its sampling defaults where the call sets none."""
+    """Return a call with a model's persona, its adapter, its priority, and its sampling defaults where the call sets
+    none."""
     return replace(
         call,
         model=entry.id,
+        adapter="" if entry.adapter is None else entry.id,
         prompt=_with_persona(call.prompt, entry),
         params=_with_defaults(call.params, entry.sampling),
         priority=call.priority + entry.priority,

@@ -122,6 +122,8 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     """Time in seconds since the model's last answer; None: it has never answered."""
     task: Task | None = None
     """What the model is for: ``generate``, ``embed`` or ``rerank``; None: it is remote."""
+    adapter: str | None = None
+    """Path of the model's LoRA adapter; None: it has none."""
 
 
 class SessionSnapshot(msgspec.Struct, frozen=True):

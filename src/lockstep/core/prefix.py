@@ -1,7 +1,9 @@
 """Prefix cache: maps chains of tokens to the blocks with their KV. It stores hashes, never tokens.
 
 A block's hash is BLAKE2b-128 over its parent's hash and its token ids as u32 little-endian. The root is the namespace
-(artifact fingerprint and optional salt), so that equal prompts in different namespaces share no blocks.
+(artifact fingerprint and optional salt), so that equal prompts in different namespaces share no blocks. Where an
+adapter begins within a sequence, the chain continues from a hash of the adapter, so that the blocks before are shared
+with the base model, and those after only with sequences in which the same adapter begins at the same token.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Container, Iterable, Mapping, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from lockstep.core.groups import ContentKey
 
@@ -17,28 +20,48 @@ ContentNews = tuple[bytes, bool]
 """Hash of a block's content, and whether it was added to the cache or removed."""
 
 
+class AdapterStart(NamedTuple):
+    """Where an adapter begins in a sequence."""
+
+    position: int
+    """Position of the first token that is computed with the adapter; all tokens after it are as well."""
+    fingerprint: bytes
+    """Digest of the adapter's content."""
+
+
 def namespace_of(fingerprint: str, cache_salt: str) -> bytes:
     """Root of a model's hashes: its artifact's content, and the caller's salt."""
     return f"{fingerprint}\0{cache_salt}".encode()
 
 
 def block_hashes(
-    namespace: bytes, token_ids: Sequence[int], block_size: int, known: tuple[bytes, ...] = ()
+    namespace: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    known: tuple[bytes, ...] = (),
+    adapter: AdapterStart | None = None,
 ) -> tuple[bytes, ...]:
     """Chained hashes of the full blocks of ``token_ids``. This is the only function that reads tokens.
 
     root = BLAKE2b-128(namespace); hash[i] = BLAKE2b-128(hash[i-1] + u32le token ids of block i), hash[-1] = root.
+    In the block in which an adapter begins, hash[i-1] is replaced by BLAKE2b-128(hash[i-1] + fingerprint + u32le offset
+    of the adapter's first token in the block).
 
     Args:
         namespace: artifact fingerprint, plus the ``cache_salt`` if any, separated by the caller.
         token_ids: the prompt, and its answer if there is one, each id below 2**32.
         block_size: tokens per block; a partial last block has no hash.
         known: the hashes of the first blocks, from an earlier call.
+        adapter: the adapter with which a part of the tokens is computed; None: the base model computes all.
     """
     pack = struct.Struct(f"<{block_size}I").pack
     parent = known[-1] if known else blake2b(namespace, digest_size=HASH_BYTES).digest()
     hashes = [*known]
+    first = -1 if adapter is None else adapter.position // block_size * block_size
     for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
+        if start == first and adapter is not None:
+            offset = (adapter.position - start).to_bytes(4, "little")
+            parent = blake2b(parent + adapter.fingerprint + offset, digest_size=HASH_BYTES).digest()
         block = pack(*token_ids[start : start + block_size])
         parent = blake2b(parent + block, digest_size=HASH_BYTES).digest()
         hashes.append(parent)

@@ -11,11 +11,13 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
 
+from lockstep.artifacts.adapter import Adapter
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepEvents, StepPlan, StepResult
+from lockstep.engine.adapters import EngineAdapters
 from lockstep.engine.deadlines import Clock
 from lockstep.engine.generation import Sink
 from lockstep.engine.input_processing import prepare
@@ -81,6 +83,7 @@ class Engine:
         if store is not None and config.enable_prefix_caching:
             kv = KVTransfer(self.scheduler, model, store, kv_class, wake or self._inbox.wake)
         self.sessions = EngineSessions(self.scheduler, on_session or (lambda change: None), kv)
+        self.adapters = EngineAdapters(model.adapters, config.max_num_queued_reqs)
         self._now_s = (clock or SYSTEM).now_s
         self._observer = observer
         self._metrics = EngineMetrics()
@@ -88,8 +91,10 @@ class Engine:
         self._recorder = recorder
         if recorder is not None:
             recorder.opened(self.scheduler, self._fingerprint)
-        self._requests = OpenRequests(model, self.scheduler, self.sessions, self._metrics, recorder, self._now_s)
-        self._processor = OutputProcessor(model, self._metrics, self._requests.generations)
+        self._requests = OpenRequests(
+            model, self.scheduler, self.sessions, self.adapters, self._metrics, recorder, self._now_s
+        )
+        self._processor = OutputProcessor(model, self._metrics, self._requests.generations, self.adapters)
         self._running_thread_id = 0
         """Id of the thread in ``run``; 0: none."""
         self._ids = itertools.count()
@@ -121,7 +126,8 @@ class Engine:
             QueueFullError: too many requests wait.
             UsageError: the engine was stopped.
         """
-        live = prepare(self.model, self.config, request)
+        adapter = self.adapters.find(request.adapter) if request.adapter else None
+        live = prepare(self.model, self.config, request, adapter)
         self._inbox.check_room()
         live.is_kept = callback is None and request_id is None
         live.request_id = request_id = next(self._ids) if request_id is None else request_id
@@ -163,6 +169,24 @@ class Engine:
             if not self.is_complete(request_id):
                 self.abort(request_id)
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Make an adapter available to requests. It is loaded between two steps, when a request first needs it.
+
+        Raises:
+            UsageError: the model was loaded without adapters, or has no room for this one.
+        """
+        self.adapters.add(adapter)
+        self._inbox.wake()
+
+    def unload_adapter(self, name: str) -> None:
+        """Make an adapter unavailable to further requests. It is unloaded when its open requests have ended.
+
+        Raises:
+            InvalidParameterError: there is no adapter of this name.
+        """
+        self.adapters.remove(name)
+        self._inbox.wake()
+
     def abort(self, request_id: int) -> None:
         """End a request before its next step. Unknown and ended requests are ignored."""
         if request_id in self._requests.by_id:
@@ -199,7 +223,8 @@ class Engine:
 
     def metrics(self) -> MetricsSnapshot:
         """A copy of all counters, consistent enough for monitoring. May be called from any thread."""
-        unscheduled = Unscheduled(self._inbox.num_requests + self.sessions.num_waiting, self._inbox.num_rejected)
+        num_waiting = self._inbox.num_requests + self.sessions.num_waiting + self.adapters.num_waiting
+        unscheduled = Unscheduled(num_waiting, self._inbox.num_rejected)
         return snapshot(self._metrics, self.scheduler.stats(), unscheduled, self._info)
 
     @property
@@ -215,7 +240,8 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Number of sequences that are queued or preempted, plus requests that are not yet in the scheduler."""
-        return self.scheduler.num_waiting + self._inbox.num_requests + self.sessions.num_waiting
+        outside = self.sessions.num_waiting + self.adapters.num_waiting
+        return self.scheduler.num_waiting + self._inbox.num_requests + outside
 
     @property
     def fingerprint(self) -> str:
@@ -226,7 +252,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_unfinished or self.sessions.has_work
+        is_busy = self.scheduler.has_unfinished or self.sessions.has_work or self.adapters.has_work
+        return bool(self._inbox) or is_busy
 
     @property
     def num_free_places(self) -> int:
@@ -251,7 +278,7 @@ class Engine:
         self._running_thread_id = threading.get_ident()
         try:
             while not self._inbox.is_closed:
-                if not self._advance() and not self.sessions.has_work:
+                if not self._advance() and not self.sessions.has_work and not self.adapters.has_work:
                     self.wait(self._idle_wait_s)  # returns at once if a request came since the last wait
             self.abort_all()
         except BaseException as error:
@@ -297,6 +324,7 @@ class Engine:
         """Fail every request after a failure of the loop itself. The scheduler is not called, as its state may be
         inconsistent."""
         self.sessions.abandon()
+        self.adapters.abandon()
         self._requests.abandon(error)
         self._mailboxes.dispatch(on_lost=lambda request_id: None)
 
@@ -363,12 +391,14 @@ class Engine:
             self._requests.end(request_id, FinishReason.ERROR, error)
 
     def drain(self) -> None:
-        """Take in order: requests that waited for a session, submitted requests and aborts, due deadlines. Once per
-        step."""
+        """Take in order: requests that waited for a session or for an adapter, submitted requests and aborts, due
+        deadlines. Once per step."""
         now_s = self._now_s()
         if self.sessions.has_work:
             for live in self.sessions.ready(now_s):
                 self._requests.schedule(live, now_s)
+        for live in self.adapters.ready():
+            self._requests.schedule(live, now_s)
         for command in self._inbox.take():
             if isinstance(command, AbortCommand):
                 self._requests.end(command.request_id, FinishReason.ABORT)

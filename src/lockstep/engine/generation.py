@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.core.prefix import AdapterStart
 from lockstep.core.request import FinishReason, Request
 from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.metrics import SequenceSpan
@@ -19,6 +21,9 @@ from lockstep.executors.grammar import AnyGrammar, TokenBits
 from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.sampling import SamplerState
 from lockstep.executors.sampling_params import ResolvedSampling
+
+if TYPE_CHECKING:
+    from lockstep.artifacts.adapter import Adapter
 
 Sink = Callable[[TokenOutput], None]
 
@@ -319,6 +324,10 @@ class LiveRequest:
     """Token sequences that may not be generated."""
     num_stages: int = 1
     """Positions of each prompt token, see `Geometry`."""
+    adapter: Adapter | None = None
+    """Adapter that the request names, with the content that the name had at submission; None: it names none."""
+    adapter_start: AdapterStart | None = None
+    """Where the adapter begins; None: the base model computes every token."""
     request_id: int = -1
     """Id of the request. It and the following fields are set at submission."""
     arrival_s: float = 0.0
@@ -335,6 +344,8 @@ class LiveRequest:
     num_preemptions: int = 0
     is_in_session: bool = False
     """True if it counts as a busy request of its session."""
+    adapter_slot: int = 0
+    """Slot of the adapter while the request is computed; 0: it has none, or waits."""
     error: LockstepError | None = None
 
     def __post_init__(self) -> None:

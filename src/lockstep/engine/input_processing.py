@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from lockstep.artifacts.adapter import Adapter
 from lockstep.artifacts.task import POOLINGS, Pooling
 from lockstep.core.policy import SchedulerConfig, output_limit
-from lockstep.core.prefix import block_hashes, namespace_of
+from lockstep.core.prefix import AdapterStart, block_hashes, namespace_of
 from lockstep.core.request import Request
+from lockstep.engine.adapters import start_of
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.output_rules import Runs
@@ -31,8 +33,13 @@ REASONING = ("auto", "off")
 """Values of a conversation's ``reasoning``."""
 
 
-def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequest) -> LiveRequest:
+def prepare(
+    model: LoadedModel, config: SchedulerConfig, request: GenerationRequest, adapter: Adapter | None = None
+) -> LiveRequest:
     """Check what does not depend on the engine's state, and convert the request to the engine's form.
+
+    Args:
+        adapter: the adapter that the request names.
 
     Raises:
         InvalidParameterError: a parameter, or a token of the prompt, is out of range.
@@ -45,11 +52,16 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     request = tokenised(model.tokenizer, model.text_limit(config), request)
     prompt_ids = request.prompt_ids
     _check_ids(prompt_ids, model.vocab_size)
+    start = None if adapter is None else start_of(adapter.fingerprint, adapter.invocation_ids, prompt_ids)
     if request.gives_vector:
-        return _prepare_vector(model, config, request, prompt_ids)
+        live = _prepare_vector(model, config, request, prompt_ids, start)
+        live.adapter = adapter
+        return live
     check_logprobs("prompt_logprobs", request.prompt_logprobs, model.vocab_size)
     namespace = namespace_of(model.fingerprint, request.cache_salt)
-    hashes = block_hashes(namespace, prompt_ids, config.block_size) if config.enable_prefix_caching else ()
+    hashes: tuple[bytes, ...] = ()
+    if config.enable_prefix_caching:
+        hashes = block_hashes(namespace, prompt_ids, config.block_size, adapter=start)
     max_tokens = params.max_tokens
     if max_tokens is not None and request.cuts_to_context:
         max_tokens = min(max_tokens, output_limit(config, Request(len(prompt_ids), None)))
@@ -77,6 +89,8 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         sampling=params.resolve(model.sampling_defaults),
         namespace=namespace,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
+        adapter=adapter,
+        adapter_start=start,
     )
 
 
@@ -233,7 +247,11 @@ def banned_runs(tokenizer: Tokenizer, words: Sequence[str]) -> Runs:
 
 
 def _prepare_vector(
-    model: LoadedModel, config: SchedulerConfig, request: GenerationRequest, prompt_ids: tuple[int, ...]
+    model: LoadedModel,
+    config: SchedulerConfig,
+    request: GenerationRequest,
+    prompt_ids: tuple[int, ...],
+    start: AdapterStart | None,
 ) -> LiveRequest:
     """Prepare a request whose answer is a vector.
 
@@ -247,7 +265,7 @@ def _prepare_vector(
     if request.pooling is None:
         _check_logit_ids(model, request)
         if config.enable_prefix_caching:
-            hashes = block_hashes(namespace, prompt_ids, config.block_size)
+            hashes = block_hashes(namespace, prompt_ids, config.block_size, adapter=start)
     else:
         request = replace(request, pooling=_pooling(model, request))
     core_request = Request(
@@ -268,6 +286,7 @@ def _prepare_vector(
         namespace=namespace,
         seed=0,
         num_stages=num_stages,
+        adapter_start=start,
     )
 
 

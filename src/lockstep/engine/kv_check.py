@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.artifacts.adapter import Adapter
 from lockstep.core.scheduler import Scheduler
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.input_processing import prepare
@@ -39,6 +40,8 @@ class _Due(NamedTuple):
     """Hash of the first block, as in the store."""
     content: Blocks
     """Content of that block, as loaded from the store."""
+    adapter: Adapter | None
+    """Adapter with which the whole block was computed; None: the base model computed it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,9 +87,12 @@ class KVCheck:
         share = self._store.options.check_share
         self._num_chains += 1
         is_its_turn = int(self._num_chains * share) > int((self._num_chains - 1) * share)
+        size = self._scheduler.config.block_size
+        adapter = live.adapter if live.adapter_start is not None and live.adapter_start.position < size else None
+        if adapter is not None and adapter.invocation_ids:
+            return  # the block may lack the invocation tokens
         if is_its_turn and len(self._due) < MAX_DUE:
-            size = self._scheduler.config.block_size
-            self._due.append(_Due(live.prompt_ids[: size + 1], live.core_request.block_hashes[0], first))
+            self._due.append(_Due(live.prompt_ids[: size + 1], live.core_request.block_hashes[0], first, adapter))
 
     def next(self, is_idle: bool, now_s: float) -> LiveRequest | None:
         """Compare the block of a check that has ended. Returns the request of the next check if one is due."""
@@ -98,7 +104,9 @@ class KVCheck:
         due = self._due.popleft()
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
         try:
-            live = prepare(self._model, self._scheduler.config, GenerationRequest(due.tokens, params, cache_salt=_SALT))
+            name = "" if due.adapter is None else due.adapter.name
+            request = GenerationRequest(due.tokens, params, cache_salt=_SALT, adapter=name)
+            live = prepare(self._model, self._scheduler.config, request, due.adapter)
         except LockstepError as error:
             log.warning("stored KV cannot be checked: %s", error)
             return None

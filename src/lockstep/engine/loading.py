@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.model import EmbeddingConfig, TokenizerParts
+from lockstep.artifacts.adapter import Adapter, open_adapter
+from lockstep.artifacts.layout import adapter_bytes
+from lockstep.artifacts.model import Artifact, EmbeddingConfig, TokenizerParts
 from lockstep.artifacts.task import Task
 from lockstep.core.policy import SchedulerConfig, positions_that_fit
-from lockstep.engine.options import LoadOptions, Progress, plan_config
+from lockstep.engine.adapters import AdapterSupport, OpenAdapter
+from lockstep.engine.options import AdapterSource, LoadOptions, Progress, plan_config
 from lockstep.engine.scoring import Scoring, scoring_of
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import ChatTemplateError, UsageError
-from lockstep.executors.base import Executor
+from lockstep.errors import ChatTemplateError, ConfigError, UnsupportedArtifactError, UsageError
+from lockstep.executors.base import AdapterHost, Executor
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.executors.machine import available_memory_bytes
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
-from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
+from lockstep.executors.stub import (
+    StubExecutor,
+    StubOptions,
+    open_stub_adapter,
+    stub_adapter_bytes,
+    stub_tokenizer_parts,
+)
 
 if TYPE_CHECKING:
     from lockstep.artifacts.hub.source import DownloadProgress
@@ -53,6 +63,8 @@ class LoadedModel:
     task: Task = "generate"
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     """How the model makes vectors."""
+    adapters: AdapterSupport | None = None
+    """How the model computes with adapters; None: it was loaded without."""
 
     @property
     def vocab_size(self) -> int:
@@ -119,7 +131,10 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
     own = replace(options.executor, cache_dir=cache_dir)
     executor = load_executor(artifact, own, report, tokenizer.separator_id)
     try:
-        free_bytes = available_memory_bytes() - executor.geometry.mapped_bytes
+        support = _adapter_support(
+            executor, options, adapter_opener(artifact, cache_dir), partial(adapter_bytes, artifact.config)
+        )
+        free_bytes = available_memory_bytes() - executor.geometry.mapped_bytes - (support.max_bytes if support else 0)
         config = plan_config(options.engine, executor.geometry, max(0, free_bytes))
         executor.allocate(config.num_blocks, config.num_host_blocks)
     except BaseException:
@@ -136,8 +151,79 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
         weights_bytes=executor.geometry.weights_bytes,
         task=task,
         embedding=artifact.embedding or EmbeddingConfig(),
+        adapters=support,
     )
     return loaded, config
+
+
+def _adapter_support(
+    executor: Executor, options: LoadOptions, open_: OpenAdapter, bytes_of: Callable[[int], int]
+) -> AdapterSupport | None:
+    """Open the adapters of the options; None: the model is loaded without any.
+
+    Raises:
+        ArtifactError: an adapter cannot be used with this model.
+        ConfigError: this kind of model has no adapters.
+        UsageError: an adapter is larger than a slot.
+    """
+    if not options.has_adapters:
+        return None
+    if not isinstance(executor, AdapterHost) or executor.geometry.num_stages > 1:
+        raise ConfigError("this model cannot have LoRA adapters; only models that generate text can")
+    engine = options.engine
+    opened = [checked_adapter(open_(each.name, each.path), each) for each in options.adapters]
+    rank = engine.max_lora_rank
+    support = AdapterSupport(executor, open_, engine.max_loras, rank, bytes_of(rank), opened)
+    for adapter in opened:
+        support.check(adapter)
+    return support
+
+
+def checked_adapter(adapter: Adapter, source: AdapterSource) -> Adapter:
+    """Raise ArtifactError if an opened adapter has another content than expected."""
+    if source.fingerprint and adapter.fingerprint != source.fingerprint:
+        raise UnsupportedArtifactError(
+            f"the adapter has fingerprint {adapter.fingerprint}; expected is {source.fingerprint}; "
+            "its files were changed meanwhile, so apply them again",
+            path=source.path,
+        )
+    return adapter
+
+
+def open_adapters(source: str, adapters: Sequence[AdapterSource], cache_dir: Path | None = None) -> tuple[Adapter, ...]:
+    """Open adapters of a model that is not loaded.
+
+    Raises:
+        ArtifactError: the model cannot be served, or an adapter cannot be used with it.
+    """
+    if not adapters:
+        return ()
+    open_: OpenAdapter = open_stub_adapter
+    if not source.startswith(STUB_SCHEME):
+        from lockstep.artifacts.source import open_artifact
+
+        cache_dir = cache_dir or default_cache_dir()
+        open_ = adapter_opener(open_artifact(source, cache_dir=cache_dir), cache_dir)
+    return tuple([checked_adapter(open_(each.name, each.path), each) for each in adapters])
+
+
+def with_room_for(options: LoadOptions, adapters: Sequence[Adapter]) -> LoadOptions:
+    """Return load options with a slot for each of the adapters, so that no request waits for one."""
+    if not adapters:
+        return options
+    num_loaded = len({adapter.fingerprint for adapter in adapters})
+    rank = max(adapter.rank for adapter in adapters)
+    engine = replace(options.engine, enable_lora=True, max_loras=num_loaded, max_lora_rank=rank)
+    return replace(options, engine=engine)
+
+
+def adapter_opener(artifact: Artifact, cache_dir: Path) -> OpenAdapter:
+    """Return the function that opens adapters of an artifact."""
+
+    def open_named(name: str, path: str) -> Adapter:
+        return replace(open_adapter(path, artifact, cache_dir=cache_dir), name=name)
+
+    return open_named
 
 
 def _load_stub(source: str, options: LoadOptions, report: Progress) -> tuple[LoadedModel, SchedulerConfig]:
@@ -145,8 +231,17 @@ def _load_stub(source: str, options: LoadOptions, report: Progress) -> tuple[Loa
     executor = StubExecutor(stub)
     config = plan_config(options.engine, executor.geometry, STUB_POOL_BYTES)
     tokenizer = load_tokenizer(stub_tokenizer_parts(stub.name), options)
-    grammars = _grammars(tokenizer, executor)
-    return LoadedModel(stub.name, source, f"stub-{stub.name}", executor, tokenizer, grammars, {}), config
+    loaded = LoadedModel(
+        stub.name,
+        source,
+        f"stub-{stub.name}",
+        executor,
+        tokenizer,
+        _grammars(tokenizer, executor),
+        {},
+        adapters=_adapter_support(executor, options, open_stub_adapter, stub_adapter_bytes),
+    )
+    return loaded, config
 
 
 def _grammars(tokenizer: Tokenizer, executor: Executor) -> GrammarCompiler:

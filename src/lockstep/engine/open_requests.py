@@ -16,6 +16,7 @@ from lockstep.core.request import CommandListener, FinishReason
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import Finish, StepResult
+from lockstep.engine.adapters import EngineAdapters
 from lockstep.engine.deadlines import Deadlines
 from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.generation import Generation, LiveRequest
@@ -24,7 +25,7 @@ from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.outputs import Published, Started, TokenOutput
 from lockstep.engine.queues import Results
 from lockstep.engine.sessions import EngineSessions
-from lockstep.engine.wait_reasons import WaitSampler
+from lockstep.engine.wait_reasons import ADAPTER, WaitSampler
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
 from lockstep.executors.base import SequenceObserver
 from lockstep.executors.sampling import SamplerState
@@ -83,6 +84,7 @@ class OpenRequests:
         model: LoadedModel,
         scheduler: Scheduler,
         sessions: EngineSessions,
+        adapters: EngineAdapters,
         metrics: EngineMetrics,
         recorder: RecorderHook | None,
         now_s: Callable[[], float],
@@ -91,6 +93,7 @@ class OpenRequests:
         self._observer = model.executor if isinstance(model.executor, SequenceObserver) else None
         self._scheduler = scheduler
         self._sessions = sessions
+        self._adapters = adapters
         self._metrics = metrics
         self._recorder = recorder
         self._now_s = now_s
@@ -141,8 +144,16 @@ class OpenRequests:
         self._accepted.append(live.request_id)
 
     def schedule(self, live: LiveRequest, now_s: float) -> bool:
-        """Add the request's sequences to the scheduler; False: it rejected them, which ended the request."""
+        """Add the request's sequences to the scheduler, or let the request wait for its adapter; False: it was
+        rejected, which ended the request."""
         self.by_id.setdefault(live.request_id, live)  # an internal KV check was not submitted
+        try:
+            if not self._adapters.enter(live):
+                self.waits.record_wait(live, ADAPTER)
+                return True
+        except LockstepError as error:
+            self._refuse(live, error)
+            return False
         first: int | None = None
         for index in range(live.num_open):
             try:
@@ -169,7 +180,8 @@ class OpenRequests:
         """Name the blocks of an answer, unless its model has failed or the request is an embedding request."""
         if reason is not FinishReason.ERROR and generation.pooler is None:
             known, size = generation.block_hashes, self._scheduler.config.block_size
-            generation.block_hashes = block_hashes(generation.live.namespace, generation.computed_ids, size, known)
+            live, ids = generation.live, generation.computed_ids
+            generation.block_hashes = block_hashes(live.namespace, ids, size, known, live.adapter_start)
             self._scheduler.name_answer(generation.seq_id, generation.block_hashes[len(known) :])
 
     def end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
@@ -310,6 +322,7 @@ class OpenRequests:
 
     def _finish(self, live: LiveRequest, now_s: float) -> None:
         self._sessions.leave(live, now_s)
+        self._adapters.leave(live)
         if live.generations:
             self._metrics.observe_request([generation.num_output for generation in live.generations])
         if live.is_kept:

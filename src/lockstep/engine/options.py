@@ -69,6 +69,14 @@ class EngineOptions(SchedulerLimits):
     """Memory for the KV of preempted sequences; None: half of the KV pool.
 
     With 0, preempted sequences are recomputed."""
+    enable_lora: bool = False
+    """Accept LoRA adapters, and reserve memory for max-loras of them."""
+    max_loras: Annotated[int, Range(1, 1024)] = 8
+    """Maximum number of adapters that are loaded at once.
+
+    Any number may be named. The least recently used one is unloaded, and requests wait while all are in use."""
+    max_lora_rank: Annotated[int, Range(1, 512)] = 16
+    """Maximum rank of an adapter, for which memory is reserved."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -127,6 +135,16 @@ class EngineOptions(SchedulerLimits):
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter on disk, and the name by which requests use it."""
+
+    name: str
+    path: str
+    fingerprint: str = ""
+    """Digest of the expected content; empty: any content."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Options of loading a model."""
 
@@ -138,6 +156,13 @@ class LoadOptions:
     """Jinja source that replaces the artifact's chat template."""
     task: Task | None = None
     """Task of the model; None: the one of its artifact."""
+    adapters: tuple[AdapterSource, ...] = ()
+    """Adapters that requests can name from the start. With any, `EngineOptions.enable_lora` counts as set."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if the model is loaded with room for adapters."""
+        return self.engine.enable_lora or bool(self.adapters)
 
 
 def check_limits(options: EngineOptions, declared_max_model_len: int | None = None) -> None:

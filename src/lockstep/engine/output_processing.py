@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepPlan, StepResult
+from lockstep.engine.adapters import EngineAdapters
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics
@@ -31,13 +32,21 @@ class OutputProcessor:
 
     Args:
         generations: the unfinished sequences by id.
+        adapters: the adapters of the engine.
     """
 
-    def __init__(self, model: LoadedModel, metrics: EngineMetrics, generations: Mapping[int, Generation]) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        metrics: EngineMetrics,
+        generations: Mapping[int, Generation],
+        adapters: EngineAdapters,
+    ) -> None:
         self._executor = model.executor
         self._model = model
         self._metrics = metrics
         self._generations = generations
+        self._adapters = adapters
         self._pooled: list[tuple[Pooler, int, range]] = []
         """Poolers that need hidden states of the step: the pooler, the start position, and the offsets in the chunk."""
         self._with_prompt_logprobs: list[tuple[Generation, int]] = []
@@ -65,7 +74,21 @@ class OutputProcessor:
         self._sampling = sampling
         self._pooled, self._with_prompt_logprobs = [], []
         hidden, logprob_rows = self._collect_prompt_rows(plan, now_s) if plan.num_prompt_tokens else (None, None)
-        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden, logprob_rows)
+        slots = self._slots(plan, len(ids)) if self._adapters.num_open else None
+        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden, logprob_rows, slots)
+
+    def _slots(self, plan: StepPlan, num_tokens: int) -> npt.NDArray[np.int32] | None:
+        """Slot of each token's adapter, see `StepBatch.adapters`; None: no token of the step has one."""
+        slots = np.zeros(num_tokens, np.int32)
+        at, has_any = 0, False
+        for seq_id, start, length in zip(plan.seq_ids, plan.starts, plan.lengths, strict=True):
+            live = self._generations[seq_id].live
+            at += length
+            if live.adapter_start is not None and live.adapter_start.position < start + length:
+                num_before = max(0, live.adapter_start.position - start)
+                slots[at - length + num_before : at] = live.adapter_slot
+                has_any = True
+        return slots if has_any else None
 
     def _collect_prompt_rows(self, plan: StepPlan, now_s: float) -> tuple[Rows | None, Rows | None]:
         """Record the prompts of the step. Returns the rows whose hidden states are needed, and those whose logits

@@ -104,6 +104,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The caller's id of the request, from ``x-request-id``. It affects no decision and is recorded."""
     segment: str = ""
     """The caller's label for a part of the traffic. It affects no decision and is recorded."""
+    adapter: str = ""
+    """Name of the adapter with which the request is computed, as it is known to the engine; empty: none."""
     model: str | None = None
     """The requested model name; None: the default model for requests without a name. An engine has one model."""
 

@@ -18,8 +18,9 @@ MIN_INTERVAL_S = 0.1
 """Minimum interval between two steps that are explained."""
 REQUEST_INTERVAL_S = 2e-4
 """Additional interval for each waiting request, as a reason takes some microseconds."""
-PRIORITY, SESSION, RETURNING = "PRIORITY", "SESSION", "RETURNING"
-"""Reasons outside of the planner: requests of higher priority, an idle session, blocks that are being loaded."""
+PRIORITY, SESSION, RETURNING, ADAPTER = "PRIORITY", "SESSION", "RETURNING", "ADAPTER"
+"""Reasons outside of the planner: requests of higher priority, an idle session, blocks that are being loaded, a slot
+for an adapter."""
 _CUTS = frozenset({Limit.CHUNK})
 """Limits that only shorten a chunk."""
 _DECODE_LIMITS = frozenset({Limit.PLACES, Limit.TOKENS})
@@ -57,11 +58,11 @@ class WaitSampler:
         self._num_left = scheduler.num_waiting
         return plan
 
-    def record_wait(self, live: LiveRequest) -> None:
+    def record_wait(self, live: LiveRequest, reason: str | None = None) -> None:
         """Record the reason of a request that has arrived, or was admitted to its session, and is not in the scheduler:
-        it waits for its session, or for its blocks."""
+        it waits for its session, for its blocks, or as the given reason states."""
         is_out = live.request.session_id is not None and not live.is_in_session
-        self._found.append(WaitReason(live.request_id, SESSION if is_out else RETURNING))
+        self._found.append(WaitReason(live.request_id, reason or (SESSION if is_out else RETURNING)))
 
     def take(self) -> list[WaitReason]:
         """Take the reasons recorded since the last call."""

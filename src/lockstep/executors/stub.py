@@ -10,10 +10,12 @@ of an answer is one token (`HEAD_ID`, `MAX_ID`), so that it still ends normally 
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlsplit
@@ -21,6 +23,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 import numpy as np
 
+from lockstep.artifacts.adapter import Adapter
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, ExecutorError, UsageError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
@@ -48,6 +51,8 @@ KEYWORDS: tuple[tuple[tuple[str, ...], str], ...] = (
 NONE_OF_THESE = "none"
 MAX_ANSWERS_BYTES = 16 << 20
 """Maximum size of a file of answers."""
+BYTES_PER_RANK = 1 << 20
+"""Memory that a stub declares for each rank of an adapter."""
 _MAX = " max="
 _CHOSEN_LOGIT = 100.0
 
@@ -189,6 +194,41 @@ def reply_of(
     return pieces if len(pieces) < max_output_tokens <= len(whole) else whole
 
 
+def open_stub_adapter(name: str, path: str) -> Adapter:
+    """Open an adapter of a stub: a folder with adapter_config.json, of which a stub uses ``r``, ``lora_alpha`` and
+    ``alora_invocation_tokens``. Its fingerprint covers all files of the folder.
+
+    Raises:
+        ArtifactError: there is no such folder, or its configuration is not valid.
+    """
+    folder = Path(path).expanduser()
+    try:
+        files = sorted(each for each in folder.iterdir() if each.is_file())
+        config = msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=_StubAdapterConfig)
+        contents = [each.read_bytes() for each in files]
+    except OSError as error:
+        raise ArtifactNotFoundError(f"no adapter can be read here: {error.strerror or error}", path=path) from None
+    except msgspec.DecodeError as error:
+        raise CorruptArtifactError(f"{error}", path=folder / "adapter_config.json") from None
+    digest = blake2b(digest_size=16)
+    for content in contents:
+        digest.update(len(content).to_bytes(8, "little") + content)
+    tokens = tuple(config.alora_invocation_tokens or ())
+    scale, num_bytes = config.lora_alpha / config.r, sum(map(len, contents))
+    return Adapter(name, folder, digest.hexdigest(), config.r, scale, {}, num_bytes, tokens)
+
+
+def stub_adapter_bytes(rank: int) -> int:
+    """Memory that a stub declares for an adapter of this rank."""
+    return rank * BYTES_PER_RANK
+
+
+class _StubAdapterConfig(msgspec.Struct, frozen=True):
+    r: Annotated[int, msgspec.Meta(ge=1)]
+    lora_alpha: float = 1.0
+    alora_invocation_tokens: list[int] | None = None
+
+
 def _head_of(name: str) -> str:
     return f"[stub:{name}] ok len="
 
@@ -207,6 +247,8 @@ def _route(text: str, ids: tuple[str, ...]) -> str:
 class _Script(msgspec.Struct, frozen=True):
     prompt_len: int
     reply: tuple[int, ...]
+    adapted: bytes
+    """Answer with an adapter, after the adapter's fingerprint."""
 
 
 class StubExecutor:
@@ -218,6 +260,9 @@ class StubExecutor:
         self.environment: Mapping[str, str] = {"executor": "stub", "model": options.name}
         self.machine: Mapping[str, str] = {}
         self._scripts: dict[int, _Script] = {}
+        self._heads: dict[int, bytes] = {}
+        """Beginning of the answers with the adapter in each slot."""
+        self._sizes: dict[int, int] = {}
         self._num_steps = 0
         self._num_rows = 0
         self.geometry = Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
@@ -233,9 +278,9 @@ class StubExecutor:
         """See the protocol. A stub's blocks hold no data."""
 
     def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
-        self._scripts[seq_id] = _Script(
-            len(prompt_ids), tuple(reply_of(self._options, prompt_ids, max_output_tokens, self._answers))
-        )
+        reply = tuple(reply_of(self._options, prompt_ids, max_output_tokens, self._answers))
+        num_bytes = sum([token < 256 for token in prompt_ids])
+        self._scripts[seq_id] = _Script(len(prompt_ids), reply, b"] ok len=%d" % num_bytes)
 
     def end(self, seq_id: int) -> None:
         self._scripts.pop(seq_id, None)
@@ -248,18 +293,36 @@ class StubExecutor:
         if options.fail_every and self._num_steps % options.fail_every == 0:
             raise ExecutorError(f"stub {options.name}: step {plan.step} fails because fail_every={options.fail_every}")
         logits = np.zeros((len(batch.rows), VOCAB_SIZE), np.float32)
-        row = 0
+        row, at = 0, -1
         for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
+            at += length
             if not samples:
                 continue
             script = self._scripts[seq_id]
             index = start + length - script.prompt_len
-            logits[row, script.reply[index] if index < len(script.reply) else END_ID] = _CHOSEN_LOGIT
+            slot = 0 if batch.adapters is None else int(batch.adapters[at])
+            reply = self._heads[slot] + script.adapted if slot and not options.field else script.reply
+            logits[row, reply[index] if index < len(reply) else END_ID] = _CHOSEN_LOGIT
             self._num_rows += 1
             if options.nan_every and self._num_rows % options.nan_every == 0:
                 logits[row] = np.nan
             row += 1
         return logits
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        """See `AdapterHost`. The answer of a stub with an adapter begins with its name and the adapter's fingerprint,
+        unless it routes."""
+        slot = next(slot for slot in itertools.count(1) if slot not in self._heads)
+        self._heads[slot] = f"[stub:{self._options.name}+{adapter.fingerprint[:8]}".encode()
+        self._sizes[slot] = adapter.num_bytes
+        return slot
+
+    def unload_adapter(self, slot: int) -> None:
+        del self._heads[slot], self._sizes[slot]
+
+    @property
+    def adapter_bytes(self) -> int:
+        return sum(self._sizes.values())
 
     def prompt_logits(self, first: int, last: int) -> Logits:
         """See the protocol. For a stub, every prompt is equally likely."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy
 from lockstep.core.prefix import ContentNews, block_hashes, namespace_of
+from lockstep.engine.adapters import start_of
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, ReplicaGoneError, WorkerLostError
@@ -253,7 +254,9 @@ class Group:
         hashes: tuple[bytes, ...] = ()
         if self.loaded is not None and self.balancer.policy is RoutingPolicy.PREFIX and request.pooling is None:
             namespace = namespace_of(self.loaded.fingerprint, request.cache_salt)
-            hashes = block_hashes(namespace, request.prompt_ids, self.loaded.config.block_size)
+            adapter = self.loaded.adapters.get(request.adapter)
+            start = None if adapter is None else start_of(*adapter, request.prompt_ids)
+            hashes = block_hashes(namespace, request.prompt_ids, self.loaded.config.block_size, adapter=start)
         mailbox = HostedMailbox(self, request, hashes)
         try:
             mailbox.send()

@@ -16,7 +16,7 @@ from lockstep.core.balancer import Balancer
 from lockstep.core.request import Priority
 from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot, merged
-from lockstep.engine.options import LoadOptions, Progress
+from lockstep.engine.options import AdapterSource, LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, SweepResult
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
@@ -339,6 +339,9 @@ class HostedWorkers:
         )
 
     # -- for a supervised worker only ---------------------------------------------------------------------------
+
+    async def use_adapters(self, replica: str, adapters: tuple[AdapterSource, ...]) -> None:
+        """Do nothing: with several hosts, other adapters make another group, as they are part of its key."""
 
     def prioritise(self, replica: str, priority: int) -> None:
         """Does nothing: a group's priority is part of its demand."""

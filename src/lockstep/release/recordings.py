@@ -284,7 +284,7 @@ class _Sequences:
             "request_id": observed.request_id,
             "index": seq_id if self._trace.header.is_simulated else None,
             "model": engine.name,
-            "artifact": engine.fingerprint or None,
+            "artifact": _artifact_of(engine, digest) or None,
             "deterministic": engine.environment.get("executor") == "native" or None,
             "precision": _precision_of(engine),
             "environment": _environment_of(engine),
@@ -320,6 +320,12 @@ class _Sequences:
         if is_whole and outcome.first_token_ps >= 0:
             row |= {"ttft_ms": outcome.in_ps.ttft / PS_PER_MS, "token_latencies_ms": _gaps_ms(sequence)}
         return row
+
+
+def _artifact_of(engine: EngineEntry, digest: RequestDigest | None) -> str:
+    """Fingerprint of everything with which an answer was computed: the artifact's, and its adapter's if it has one."""
+    adapter = "" if digest is None else digest.adapter_fingerprint
+    return f"{engine.fingerprint}+{adapter}" if adapter else engine.fingerprint
 
 
 def _seed_of(sequence: PlayedSequence) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 from msgspec.structs import replace
 
+from lockstep.artifacts.adapter import Adapter
 from lockstep.artifacts.source import open_artifact
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.groups import ContentKey, content_key, contents_of_chain
@@ -20,8 +21,8 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
-from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model
-from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model, open_adapters, with_room_for
+from lockstep.engine.options import AdapterSource, EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, TraceError
 from lockstep.executors.base import Blocks
@@ -29,6 +30,7 @@ from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Playback
+from lockstep.replay.recorded_adapters import recorded_adapters
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, apply_to_cache
 from lockstep.replay.trace import Trace
 from lockstep.replay.verify_report import DivergedError
@@ -134,7 +136,7 @@ class _Listener:
 class _Engine:
     """The executing engine, driven by one engine's recording."""
 
-    def __init__(self, model: LoadedModel, execution: Execution) -> None:
+    def __init__(self, model: LoadedModel, execution: Execution, adapters: Mapping[int, Adapter]) -> None:
         self._hook = _Listener()
         self._plans: deque[StepPlan] = deque()
         self._engine = Engine(
@@ -144,6 +146,8 @@ class _Engine:
             observer=lambda plan, result, events: self._plans.append(plan),
         )
         self._execution = execution
+        self._adapters = adapters
+        """Recorded adapters of requests, by the id of their first sequence."""
         self._requests: dict[int, GenerationRequest] = {}
         """Requests by the id of their first sequence, until that is added."""
         self._request_of: dict[int, int] = {}
@@ -200,6 +204,9 @@ class _Engine:
             if request is None:
                 self._differ(f"the recording has no content for the request of sequence {added.seq_id}")
             request = replace(request, priority=added.request.priority, tenant=str(added.tenant))
+            if (adapter := self._adapters.get(added.seq_id)) is not None:
+                self._engine.load_adapter(adapter)
+                request = replace(request, adapter=adapter.name)
             try:
                 self._engine.submit(request, lambda output: None, request_id=request_id)
             except LockstepError as error:
@@ -316,6 +323,7 @@ def execute(
     cache_dir: Path | None = None,
     request: str | None = None,
     machine: MachineOptions = AS_RECORDED,
+    adapters: Sequence[AdapterSource] = (),
 ) -> Iterator[Execution]:
     """Execute the engines of a recording that use a model's artifact, one after the other.
 
@@ -325,10 +333,11 @@ def execute(
         request: caller's name of one request. Only engines with that request are executed, up to its end, together with
             all concurrent requests. None: all engines and requests.
         machine: options of this machine that change no bit.
+        adapters: adapters of the recorded requests, which are found by their fingerprints.
 
     Raises:
         TraceError: the recording has no content, lacks its beginning, has no engine of this model or no such request,
-            or is damaged.
+            has an adapter that is not given, or is damaged.
         LockstepError: the model cannot be loaded as recorded.
     """
     _check_complete(trace)
@@ -342,15 +351,19 @@ def execute(
         engines = [engine for engine in engines if engine.number in sequences]
         if not engines:
             raise TraceError(f"{trace.files[0].parent}: the recording has no request {request!r} of this model")
+    given = open_adapters(source, adapters, cache_dir)
+    adapters_of = {engine.number: recorded_adapters(trace, engine, given) for engine in engines}
     for engine in engines:
-        model, config = load_model(source, _load_options(engine, cache_dir, machine))
+        of_requests = adapters_of[engine.number]
+        options = with_room_for(_load_options(engine, cache_dir, machine), tuple(of_requests.values()))
+        model, config = load_model(source, options)
         try:
             differing = [name for name in _SIZES if getattr(config, name) != getattr(engine.config, name)]
             if differing:
                 raise TraceError(f"{source} cannot be loaded here as it was recorded: {', '.join(differing)} differ")
             selected = sequences.get(engine.number)
             tokens = None if request is None or selected is None else RequestTokens(request, set(selected), selected)
-            yield _execute(trace, engine, model, tokens)
+            yield _execute(trace, engine, model, of_requests, tokens)
         finally:
             model.close()
 
@@ -408,7 +421,13 @@ def _sequences_of(trace: Trace, request: str) -> dict[int, set[int]]:
     return found
 
 
-def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel, request: RequestTokens | None = None) -> Execution:
+def _execute(
+    trace: Trace,
+    engine: EngineEntry,
+    model: LoadedModel,
+    adapters: Mapping[int, Adapter],
+    request: RequestTokens | None = None,
+) -> Execution:
     here = model.executor.environment
     names = sorted(engine.environment.keys() | here.keys())
     execution = Execution(
@@ -420,7 +439,7 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel, request: Req
         ],
         request=request,
     )
-    computing = _Engine(model, execution)
+    computing = _Engine(model, execution, adapters)
     try:
         for event in Playback(trace.entries()).play():
             if (

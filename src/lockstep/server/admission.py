@@ -242,7 +242,7 @@ _SHOWN_CHARS = 64
 _BEARER = b"bearer "
 _ADMIN = "admin-"
 _OPERATED = re.compile(
-    r"/v1/(cluster(/hosts/.*)?|stats|logs|manifest|events|sessions(/.*)?|models/.+/(load|unload))|/reset_prefix_cache|/debug/.*"
+    r"/v1/(cluster(/hosts/.*)?|stats|logs|manifest|events|sessions(/.*)?|models/.+/(load|unload)|(un)?load_lora_adapter)|/reset_prefix_cache|/debug/.*"
 )
 
 

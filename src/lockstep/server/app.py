@@ -20,6 +20,7 @@ from lockstep.server import (
     completions,
     embeddings,
     log_lines,
+    lora_routes,
     metrics,
     request_log,
     responses,
@@ -65,6 +66,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     anthropic.models_router,  # before the OpenAI route, which matches all other clients
     cluster_routes.router,  # before the model routes, whose ids may contain slashes
     cluster_routes.models_router,
+    lora_routes.router,
     request_log.router,
     log_lines.router,
     watch.router,

@@ -64,7 +64,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "parse_tool_calls": Foreign((True,), "tool calls are always parsed"),
     "reasoning_format": Foreign(("auto", "deepseek"), "reasoning is always in reasoning_content"),
     "thinking_budget_tokens": Foreign((-1,), "max_tokens limits reasoning and text together"),
-    "lora": Foreign(([],), "adapters are separate models", is_refused=True),
+    "lora": Foreign(([],), "an adapter is a model; set `model` to its name", is_refused=True),
     "grammar": Foreign(("",), "GBNF is not supported; use guided_grammar with llguidance's Lark", is_refused=True),
     "typical_p": Foreign((1,), SAMPLERS, is_refused=True),
     "top_n_sigma": Foreign((-1, 0), SAMPLERS, is_refused=True),

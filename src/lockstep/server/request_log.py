@@ -49,6 +49,7 @@ KINDS: Mapping[str, Kind] = {
     progress.PLACE: "session",
     wait_reasons.SESSION: "session",
     wait_reasons.RETURNING: "blocks_returning",
+    wait_reasons.ADAPTER: "adapter",
     wait_reasons.PRIORITY: "lower_priority",
     Limit.SEQS.name: "no_place",
     Limit.PLACES.name: "no_place",
@@ -159,6 +160,8 @@ def _words(wait: Wait) -> str:
             return f"all sessions of the model are busy{held}"
         case wait_reasons.RETURNING:
             return "blocks of its prompt are being brought back from host memory or disk"
+        case wait_reasons.ADAPTER:
+            return "all slots for adapters are in use"
         case wait_reasons.PRIORITY:
             return f"{others} of a higher priority {'goes' if reason.num_others == 1 else 'go'} first"
     assert wait.config is not None, "a planner has a config"

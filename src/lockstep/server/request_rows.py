@@ -15,6 +15,7 @@ Kind = Literal[
     "lower_priority",
     "session",
     "blocks_returning",
+    "adapter",
     "preempted_first",
     "overtaken",
     "sibling",

@@ -32,6 +32,7 @@ from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.kv_events import KVEventPublisher, KVEventsOptions
 from lockstep.worker.messages import (
     Abort,
+    AdaptersUsed,
     Answered,
     AnswerShown,
     Ask,
@@ -54,9 +55,10 @@ from lockstep.worker.messages import (
     Stop,
     Submit,
     Unload,
+    UseAdapters,
     WatchSteps,
 )
-from lockstep.worker.replica import Replica, ReplicaRegistry, open_replica, throttled
+from lockstep.worker.replica import Replica, ReplicaRegistry, open_replica, throttled, use_adapters
 from lockstep.worker.step_loop import Emit, StepLoop
 
 if TYPE_CHECKING:
@@ -142,6 +144,8 @@ class DeviceWorker:
                 self._emit(Answered(ask_id, self._health()))
             case Ask(ask_id, AskKept(environments)):  # slow with many sessions, so it gets its own thread
                 self._system.start_thread(partial(self._report_kept, ask_id, environments), "lockstep-kept")
+            case Ask(ask_id, UseAdapters() as wanted):  # after the loads before it
+                self._loads.submit(self._use_adapters, ask_id, wanted).add_done_callback(_log_defect)
             case Load():
                 self._start_loading(command)
             case OpenStore(options):  # on the loading thread, so that later loads find it
@@ -210,6 +214,20 @@ class DeviceWorker:
             log.error("%s; sessions are kept on the device only", reason)
         elif reason and not left:
             log.error("%s; sessions are kept on the device and in host memory only", reason)
+
+    def _use_adapters(self, ask_id: int, wanted: UseAdapters) -> None:
+        """Open adapters from their files. A replica that is gone needs none."""
+        replica, error = self._registry.find(wanted.replica), None
+        if replica is not None:
+            try:
+                use_adapters(replica.engine, wanted.adapters)
+            except LockstepError as refused:
+                error = refused
+            except Exception as defect:  # any error of a reader is a refused adapter
+                log.exception("adapters of %s cannot be opened", wanted.replica)
+                error = ExecutorError(f"the adapters cannot be opened: {defect!r}")
+            self._steps.wake(wanted.replica)
+        self._emit(Answered(ask_id, AdaptersUsed(error)))
 
     def _start_loading(self, load: Load) -> None:
         if self._registry.claim(load.replica, load.priority):

@@ -108,6 +108,7 @@ class BlockStored(_Event, frozen=True):
     medium: str
     """Always ``GPU``, vLLM's name for the device's own memory."""
     lora_name: str | None
+    """Name of the adapter with which the blocks were computed; None: the base model computed them."""
 
 
 class BlockRemoved(_Event, frozen=True):
@@ -192,12 +193,16 @@ class KVEventSource:
         size, name = self._block_size, name_of(content)
         token_ids = generation.tokens[position * size : (position + 1) * size]
         parent = name_of(generation.block_hashes[position - 1]) if position else None
+        start = generation.live.adapter_start
+        is_adapted = start is not None and start.position < (position + 1) * size
+        lora_name = generation.live.request.adapter if is_adapted else None
         last = events[-1] if events else None
-        if isinstance(last, BlockStored) and parent is not None and last.block_hashes[-1] == parent:
+        follows = isinstance(last, BlockStored) and parent is not None and last.block_hashes[-1] == parent
+        if follows and isinstance(last, BlockStored) and last.lora_name == lora_name:
             last.block_hashes.append(name)
             last.token_ids.extend(token_ids)
         else:
-            events.append(BlockStored([name], parent, token_ids, size, None, MEDIUM, None))
+            events.append(BlockStored([name], parent, token_ids, size, None, MEDIUM, lora_name))
 
     def _add(self, generation: Generation, first: int) -> None:
         for position, content in enumerate(generation.block_hashes[first:], first):

@@ -18,7 +18,7 @@ from lockstep.core.request import Priority
 from lockstep.engine.kv_store import KeptSession
 from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot
-from lockstep.engine.options import LoadOptions
+from lockstep.engine.options import AdapterSource, LoadOptions
 from lockstep.engine.outputs import Started, TokenOutput, WaitReason
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.scoring import Scoring, scoring_of
@@ -95,7 +95,15 @@ class EndSession(_Part, frozen=True):
     owner: str | None = None
 
 
-Question = AskMetrics | AskHealth | Check | ResetPrefixCache | AskSessions | AskKept | Sweep | EndSession
+class UseAdapters(_Part, frozen=True):
+    """Set the adapters that requests of a replica can name. Open requests keep theirs. If one of them cannot be used,
+    nothing changes. Answered by AdaptersUsed."""
+
+    replica: str
+    adapters: tuple[AdapterSource, ...]
+
+
+Question = AskMetrics | AskHealth | Check | ResetPrefixCache | AskSessions | AskKept | Sweep | EndSession | UseAdapters
 
 
 class _Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -255,7 +263,16 @@ class SweepReport(_Part, frozen=True, tag="SessionsSwept"):
     """Number of blocks that became free. Blocks that others share or use stay."""
 
 
-Answer = MetricsReport | HealthReport | Checked | PrefixCacheReset | SessionsReport | KeptReport | SweepReport
+class AdaptersUsed(_Part, frozen=True):
+    """Result of UseAdapters."""
+
+    error: LockstepError | None = None
+    """Reason why nothing was changed."""
+
+
+Answer = (
+    AdaptersUsed | MetricsReport | HealthReport | Checked | PrefixCacheReset | SessionsReport | KeptReport | SweepReport
+)
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -338,6 +355,10 @@ class Loaded(_Event, frozen=True):
     task: Task = "generate"
     max_model_len: int = 0
     """Maximum tokens of prompt and output together."""
+    adapter_bytes: int = 0
+    """Memory that is reserved for adapters."""
+    adapters: dict[str, tuple[str, tuple[int, ...]]] = {}
+    """Fingerprint and invocation tokens of each adapter with which the model was loaded, by name."""
 
     @property
     def scoring(self) -> Scoring | None:

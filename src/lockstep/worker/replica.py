@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace as struct_with
+
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_store import KVStore
-from lockstep.engine.loading import load_model
+from lockstep.engine.loading import checked_adapter, load_model
 from lockstep.engine.metrics import MetricsSnapshot
-from lockstep.engine.options import Progress
+from lockstep.engine.options import AdapterSource, Progress
 from lockstep.engine.sessions import SessionChange
+from lockstep.errors import LockstepError, UsageError
 from lockstep.system import SYSTEM, System
 from lockstep.worker.messages import Load, Loaded, TokenizerPayload
 from lockstep.worker.preflight import try_unknown
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.worker.flight.recorder import EngineRecorder, Recorder
     from lockstep.worker.kv_events import KVEventPublisher, KVEventSource
 
+log = logging.getLogger(__name__)
 
 MIN_PROGRESS_INTERVAL_S = 0.1
 """Minimum interval in seconds between two reports of one stage."""
@@ -71,6 +76,10 @@ def open_replica(
         LockstepError: it cannot be loaded; the message states why.
     """
     started_s = system.now_s()
+    adapters = load.options.adapters
+    if adapters:  # without its adapters, since none of them may keep the base from being loaded
+        slots = replace(load.options.engine, enable_lora=True)
+        load = struct_with(load, options=replace(load.options, engine=slots, adapters=()))
     try_unknown(load, progress, system=system)
     model, config = load_model(load.source, load.options, progress)
     own_recorder = None if recorder is None else recorder.of_engine(load.replica, model, config)
@@ -83,6 +92,11 @@ def open_replica(
         kv_class=load.priority,
         wake=wake,
     )
+    for each in adapters:
+        try:
+            use_adapters(engine, (each,), keeps_others=True)
+        except LockstepError as error:  # its files were changed since the manifest was read
+            log.error("adapter %r cannot be loaded, so its requests fail: %s", each.name, error)
     kv_events = None if publisher is None else publisher.source(model.name, config.block_size)
     if kv_events is not None:
         engine.follow(kv_events)
@@ -102,7 +116,35 @@ def open_replica(
         model.weights_bytes,
         model.task,
         model.text_limit(config),
+        0 if model.adapters is None else model.adapters.max_bytes,
+        {name: (each.fingerprint, tuple(each.invocation_ids)) for name, each in engine.adapters.names.items()},
     )
+
+
+def use_adapters(engine: Engine, wanted: Sequence[AdapterSource], *, keeps_others: bool = False) -> None:
+    """Make an engine's adapters these: open those with a new content, then remove the others. Any thread may call it.
+
+    Args:
+        keeps_others: whether adapters of other names stay.
+
+    Raises:
+        LockstepError: one of them cannot be used; nothing was changed.
+    """
+    support, known = engine.model.adapters, engine.adapters.names
+    changed = [each for each in wanted if each.name not in known or known[each.name].fingerprint != each.fingerprint]
+    if support is None:
+        if wanted:
+            raise UsageError(f"{engine.model.name} was loaded without adapters; load it again")
+        return
+    opened = [checked_adapter(support.open(each.name, each.path), each) for each in changed]
+    for adapter in opened:
+        support.check(adapter)
+    for adapter in opened:
+        engine.load_adapter(adapter)
+    names = [each.name for each in wanted]
+    for name in known:
+        if name not in names and not keeps_others:
+            engine.unload_adapter(name)
 
 
 def throttled(report: Progress, clock: Callable[[], float]) -> Progress:

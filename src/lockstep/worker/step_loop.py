@@ -271,6 +271,7 @@ class StepLoop:
         try:
             for replica in replicas:
                 replica.engine.scheduler.check()
+                replica.engine.adapters.check()
         except AssertionError as fault:
             return Checked(repr(fault), num_open)
         return Checked("", num_open)

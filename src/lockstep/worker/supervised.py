@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from lockstep.core.request import Priority
 from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot
-from lockstep.engine.options import LoadOptions, Progress
+from lockstep.engine.options import AdapterSource, LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, SweepResult
 from lockstep.errors import LockstepError, UnavailableError, UsageError, WorkerLostError
@@ -26,6 +26,7 @@ from lockstep.worker.lifecycle import LoadState, WorkerLifecycle, WorkerLost, Wo
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import (
     Abort,
+    AdaptersUsed,
     Answer,
     Answered,
     Ask,
@@ -59,6 +60,7 @@ from lockstep.worker.messages import (
     SweepReport,
     TrialOptions,
     Unloaded,
+    UseAdapters,
     WatchSteps,
     Welcome,
 )
@@ -174,6 +176,18 @@ class SupervisedWorker:
             raise loaded
         lifecycle.restarts.record_up(lifecycle.now_s())
         return loaded
+
+    async def use_adapters(self, replica: str, adapters: tuple[AdapterSource, ...]) -> None:
+        """Set the adapters that requests of a loaded replica can name. Open requests keep theirs.
+
+        Raises:
+            LockstepError: one of them cannot be used, and nothing was changed, or the worker does not answer.
+        """
+        used = await self._ask(UseAdapters(replica, adapters), AdaptersUsed)
+        if used is None:
+            raise WorkerLostError("the device worker does not answer", retry_after_s=self.retry_after_s)
+        if used.error is not None:
+            raise used.error
 
     def prioritise(self, replica: str, priority: int) -> None:
         """Change the priority of a replica that is loaded or loading. Other keys are ignored."""

@@ -182,7 +182,7 @@ async def ollama_show(body: NamedModelBody, request: Request) -> Response:
     if card.shown_max_model_len is not None:
         info[f"{details['family']}.context_length"] = card.shown_max_model_len
     shown: OllamaShown = {
-        "modelfile": f"# Served by Lockstep from its own source; there is no Modelfile.\nFROM {card.name}\n",
+        "modelfile": _modelfile(card),
         "parameters": "",
         "template": template,
         "details": details,
@@ -191,6 +191,13 @@ async def ollama_show(body: NamedModelBody, request: Request) -> Response:
         "modified_at": _time(card),
     }
     return JSONResponse(shown)
+
+
+def _modelfile(card: ModelCard) -> str:
+    """The lines that a Modelfile of this model would have: its name, or its base and its adapter."""
+    note = "# Served by Lockstep from its own source; there is no Modelfile."
+    lines = (f"FROM {card.name}",) if card.adapter is None else (f"FROM {card.parent}", f"ADAPTER {card.adapter}")
+    return "\n".join((note, *lines, ""))
 
 
 @router.post("/embed", operation_id="ollama_embed", response_model=OllamaEmbeddings)

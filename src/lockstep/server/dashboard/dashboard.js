@@ -145,7 +145,7 @@ function button(cell, text, act) {
 }
 
 const MODELS = [
-  { name: "model", kind: "word", show: (m) => m.id },
+  { name: "model", kind: "word", show: (m) => m.adapter ? `${m.id} (adapter)` : m.id },
   { name: "state", kind: "word", show: (m) => m.reason ? `${m.state}: ${m.reason}` : m.state, mark: (m) => `state-dot ${m.state}` },
   { name: "tier", kind: "word", show: (m) => m.tier },
   { name: "task", kind: "word", title: "generate text, embed texts or rerank documents", show: (m) => m.task ?? "–" },

@@ -11,9 +11,9 @@ any tokens. A recording with content also contains what is needed to compute it 
   The probability that two different inputs have the same digest is 2**-64.
 - Tokens are unsigned numbers of four bytes, vectors floats of four bytes, both little-endian.
 - Parameters are msgpack with text keys, sorted: an array of the `SamplingParams` that the request set, and its pooling,
-  its `logit_ids` or nil. Together with prompt and seed they determine the model's output. The seed is recorded
-  separately, since it is drawn if the request sets none. ``n`` and ``logprobs`` do not affect the output and are left
-  out.
+  its `logit_ids` or nil, and the name of its adapter if it has one. Together with prompt and seed they determine the
+  model's output. The seed is recorded separately, since it is drawn if the request sets none. ``n`` and ``logprobs`` do
+  not affect the output and are left out.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class Numbers(Generic[Key]):
 def parameters_as_bytes(request: GenerationRequest) -> bytes:
     """Encode everything in a request that affects its model's output, except prompt and seed, as msgpack."""
     params = replace(request.params, seed=None, n=1, logprobs=None)
-    plain = msgspec.to_builtins((params, request.pooling or request.logit_ids or None), str_keys=True, order="sorted")
+    adapter = (request.adapter,) if request.adapter else ()
+    values = (params, request.pooling or request.logit_ids or None, *adapter)
+    plain = msgspec.to_builtins(values, str_keys=True, order="sorted")
     return msgspec.msgpack.encode(plain)
 
 

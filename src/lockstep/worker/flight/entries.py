@@ -27,7 +27,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import CreditRow
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 SUFFIX = ".lstrace"
 """Suffix of the names of recording files."""
 MARK_BYTES = 4
@@ -193,6 +193,10 @@ class RequestDigest(EntryStruct, frozen=True, tag=20):
     """Caller's label for the part of the traffic that the request belongs to; empty: none."""
     draws: bool = True
     """True if the seed affects the answer; False for a greedy request."""
+    adapter: str = ""
+    """Name of the request's adapter; empty: none."""
+    adapter_fingerprint: str = ""
+    """Fingerprint of the content that the name had."""
 
 
 class OutputDigest(EntryStruct, frozen=True, tag=21):

@@ -423,7 +423,9 @@ class EngineRecorder:
         digests = self._recorder.digests
         prompt, parameters = digests.prompt(live.prompt_ids), digests.parameters(request)
         draws = not live.sampling.is_greedy
-        self._put(RequestDigest(self.number, seq_id, prompt, parameters, request.external_id, request.segment, draws))
+        adapter = (request.adapter, "" if live.adapter is None else live.adapter.fingerprint)
+        labels = (request.external_id, request.segment)
+        self._put(RequestDigest(self.number, seq_id, prompt, parameters, *labels, draws, *adapter))
         if self._recorder.has_content:
             self._put(RequestEntry(self.number, seq_id, encode_request(live, self._recorder.tenants.of)))
 
