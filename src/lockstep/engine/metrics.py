@@ -128,6 +128,11 @@ class EngineMetrics:
         self.generation_tokens = 0
         self.admission_rejections = 0
         """Requests that the engine's thread rejected because the queue was full."""
+        self.num_drafts = 0
+        """Number of rows with drafts."""
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens: list[int] = []
+        """Number of accepted drafts by their place in the row."""
         self.corrupted_requests = 0
         """Sequences whose logits were not finite."""
         self.finished: dict[str, int] = {}
@@ -136,6 +141,15 @@ class EngineMetrics:
         self.observe_ttft_s = histograms["time_to_first_token_seconds"].observe
         self.observe_itl_s = histograms["inter_token_latency_seconds"].observe
         self.observe_step_tokens = histograms["iteration_tokens_total"].observe
+
+    def observe_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Record the drafts of a row."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        counts = self.num_accepted_tokens
+        counts += [0] * (num_drafts - len(counts))
+        for place in range(num_accepted):
+            counts[place] += 1
 
     def count_finished(self, reason: FinishReason) -> None:
         self.finished[reason.value] = self.finished.get(reason.value, 0) + 1
@@ -205,6 +219,8 @@ def snapshot(
     """
     by_reason = {"capacity": stats.num_queued + stats.num_preempted, "deferred": unscheduled.num_waiting}
     cached = metrics.cached_prompt_tokens
+    accepted = list(metrics.num_accepted_tokens)
+    by_place = {str(place): count for place, count in enumerate(accepted)}
     by_source = {"local_compute": metrics.prompt_tokens - cached, "local_cache_hit": cached}
     return MetricsSnapshot(
         gauges={
@@ -220,6 +236,9 @@ def snapshot(
             "prefix_cache_queries": stats.prefix_queries_tokens,
             "prefix_cache_hits": stats.prefix_hits_tokens,
             "admission_rejections": metrics.admission_rejections + unscheduled.num_rejected,
+            "spec_decode_num_drafts": metrics.num_drafts,
+            "spec_decode_num_draft_tokens": metrics.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": sum(accepted),
             "corrupted_requests": metrics.corrupted_requests,
             "num_steps": metrics.num_steps,
             "num_failed_steps": metrics.num_failed_steps,
@@ -227,7 +246,10 @@ def snapshot(
         finished=dict(metrics.finished),
         histograms=metrics.histograms(),
         labelled_gauges={"num_requests_waiting_by_reason": Labelled("reason", by_reason)},
-        labelled_counters={"prompt_tokens_by_source": Labelled("source", by_source)},
+        labelled_counters={
+            "prompt_tokens_by_source": Labelled("source", by_source),
+            "spec_decode_num_accepted_tokens_per_pos": Labelled("position", by_place),
+        },
         info=info,
     )
 

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlsplit
@@ -248,17 +249,22 @@ class StubExecutor:
         if options.fail_every and self._num_steps % options.fail_every == 0:
             raise ExecutorError(f"stub {options.name}: step {plan.step} fails because fail_every={options.fail_every}")
         logits = np.zeros((len(batch.rows), VOCAB_SIZE), np.float32)
-        row = 0
-        for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
-            if not samples:
-                continue
+        drafts = plan.drafts or (0,) * len(plan.seq_ids)
+        last: list[tuple[int, int]] = []
+        further: list[tuple[int, int]] = []
+        for seq_id, end, count, samples in zip(
+            plan.seq_ids, map(add, plan.starts, plan.lengths), drafts, plan.samples, strict=True
+        ):
+            if samples:
+                last.append((seq_id, end - count))
+                further += [(seq_id, end - count + number) for number in range(1, count + 1)]
+        for row, (seq_id, position) in enumerate(last + further):
             script = self._scripts[seq_id]
-            index = start + length - script.prompt_len
+            index = position - script.prompt_len
             logits[row, script.reply[index] if index < len(script.reply) else END_ID] = _CHOSEN_LOGIT
             self._num_rows += 1
             if options.nan_every and self._num_rows % options.nan_every == 0:
                 logits[row] = np.nan
-            row += 1
         return logits
 
     def prompt_logits(self, first: int, last: int) -> Logits:

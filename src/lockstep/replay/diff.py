@@ -40,6 +40,7 @@ from lockstep.worker.flight.entries import (
     Filled,
     Named,
     Pinned,
+    Proposed,
     Unpinned,
 )
 
@@ -292,3 +293,6 @@ def _command_text(command: Command) -> str:
             return f"{len(command.contents):,} blocks of a chain to load {at}"
         case CacheReset():
             return f"a reset of the prefix cache {at}"
+        case Proposed():
+            counts = ", ".join(f"{count} for {called(str(seq_id))}" for seq_id, count in command.drafts)
+            return f"drafts ({counts}) {at}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from lockstep.engine.draft_prices import speculator_for
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_store import KVStore
 from lockstep.engine.loading import load_model
@@ -73,7 +74,9 @@ def open_replica(
     started_s = system.now_s()
     try_unknown(load, progress, system=system)
     model, config = load_model(load.source, load.options, progress)
-    own_recorder = None if recorder is None else recorder.of_engine(load.replica, model, config)
+    drafter = speculator_for(model, config, load.options.engine.speculative_config, system.now_s)
+    speculation = "" if drafter is None else drafter.text()
+    own_recorder = None if recorder is None else recorder.of_engine(load.replica, model, config, speculation)
     engine = Engine(
         model,
         config,
@@ -81,6 +84,7 @@ def open_replica(
         recorder=own_recorder,
         store=store,
         kv_class=load.priority,
+        drafter=drafter,
         wake=wake,
     )
     kv_events = None if publisher is None else publisher.source(model.name, config.block_size)
