@@ -32,17 +32,16 @@ FLAT_PRICES = (Price(1, 1000),)
 
 
 def step_us(prices: Sequence[Price], num_rows: int) -> int:
-    """Duration of a step, between two prices by a line, after the last one by the line through the last two. It never
-    falls with the number of rows."""
-    at = bisect_left(prices, num_rows, key=lambda price: price.num_rows)
+    """Duration of a step, between two prices by a line, after the last one by the line through the last two.
+
+    Args:
+        prices: by ascending number of rows, with durations that do not fall.
+    """
+    at = min(bisect_left(prices, num_rows, key=lambda price: price.num_rows), len(prices) - 1)
     if at == 0:
         return prices[0].duration_us
-    if at == len(prices):
-        if at == 1:
-            return prices[0].duration_us
-        at -= 1
     low, high = prices[at - 1], prices[at]
-    slope = max(0, high.duration_us - low.duration_us)
+    slope = high.duration_us - low.duration_us
     return low.duration_us + slope * (num_rows - low.num_rows) // (high.num_rows - low.num_rows)
 
 

@@ -93,6 +93,7 @@ class Engine:
             recorder.opened(self.scheduler, self._fingerprint)
         self._requests = OpenRequests(model, self.scheduler, self.sessions, self._metrics, recorder, self._now_s)
         self._drafter = self._requests.drafter = drafter
+        self._metrics.has_drafts = drafter is not None
         self._processor = OutputProcessor(model, self._metrics, self._requests.generations)
         self._running_thread_id = 0
         """Id of the thread in ``run``; 0: none."""

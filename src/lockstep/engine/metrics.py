@@ -128,6 +128,8 @@ class EngineMetrics:
         self.generation_tokens = 0
         self.admission_rejections = 0
         """Requests that the engine's thread rejected because the queue was full."""
+        self.has_drafts = False
+        """True if the engine drafts; otherwise there are no metrics of drafts."""
         self.num_drafts = 0
         """Number of rows with drafts."""
         self.num_draft_tokens = 0
@@ -150,6 +152,23 @@ class EngineMetrics:
         counts += [0] * (num_drafts - len(counts))
         for place in range(num_accepted):
             counts[place] += 1
+
+    def draft_counters(self) -> Mapping[str, int]:
+        """Counters of drafts, under vLLM's names; empty if the engine does not draft."""
+        if not self.has_drafts:
+            return {}
+        return {
+            "spec_decode_num_drafts": self.num_drafts,
+            "spec_decode_num_draft_tokens": self.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": sum(self.num_accepted_tokens),
+        }
+
+    def accepted_by_place(self) -> Mapping[str, Labelled]:
+        """Counter of accepted drafts by their place in the row, likewise."""
+        if not self.has_drafts:
+            return {}
+        counts = {str(place): count for place, count in enumerate(list(self.num_accepted_tokens))}
+        return {"spec_decode_num_accepted_tokens_per_pos": Labelled("position", counts)}
 
     def count_finished(self, reason: FinishReason) -> None:
         self.finished[reason.value] = self.finished.get(reason.value, 0) + 1
@@ -219,8 +238,6 @@ def snapshot(
     """
     by_reason = {"capacity": stats.num_queued + stats.num_preempted, "deferred": unscheduled.num_waiting}
     cached = metrics.cached_prompt_tokens
-    accepted = list(metrics.num_accepted_tokens)
-    by_place = {str(place): count for place, count in enumerate(accepted)}
     by_source = {"local_compute": metrics.prompt_tokens - cached, "local_cache_hit": cached}
     return MetricsSnapshot(
         gauges={
@@ -236,19 +253,17 @@ def snapshot(
             "prefix_cache_queries": stats.prefix_queries_tokens,
             "prefix_cache_hits": stats.prefix_hits_tokens,
             "admission_rejections": metrics.admission_rejections + unscheduled.num_rejected,
-            "spec_decode_num_drafts": metrics.num_drafts,
-            "spec_decode_num_draft_tokens": metrics.num_draft_tokens,
-            "spec_decode_num_accepted_tokens": sum(accepted),
             "corrupted_requests": metrics.corrupted_requests,
             "num_steps": metrics.num_steps,
             "num_failed_steps": metrics.num_failed_steps,
+            **metrics.draft_counters(),
         },
         finished=dict(metrics.finished),
         histograms=metrics.histograms(),
         labelled_gauges={"num_requests_waiting_by_reason": Labelled("reason", by_reason)},
         labelled_counters={
             "prompt_tokens_by_source": Labelled("source", by_source),
-            "spec_decode_num_accepted_tokens_per_pos": Labelled("position", by_place),
+            **metrics.accepted_by_place(),
         },
         info=info,
     )
