@@ -7,6 +7,7 @@ result is an input of later decisions and is recorded. It affects no token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import numpy as np
 
@@ -26,10 +27,10 @@ NUM_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows that are measured, as far as the limits of a step allow."""
 NUM_CONTEXT_TOKENS = 32
 """Number of positions before the rows."""
-NUM_RUNS = 3
-"""Steps of each number of rows. The shortest one counts, since disturbances only lengthen them."""
+NUM_RUNS = 4
+"""Rounds with a step of each number of rows. The shortest one counts, since disturbances only lengthen them."""
 MAX_MEASURING_S = 5.0
-"""No further number of rows is measured after this time."""
+"""No further round begins after this time."""
 
 
 def speculator_for(
@@ -68,21 +69,20 @@ def measured_prices(
     scheduler.add(Request(num_prompt, most_tokens - num_prompt))
     _run(executor, scheduler, 0)
     begin_s = now_s()
-    prices: list[Price] = []
-    for num_rows in NUM_ROWS:
-        durations: list[float] = []
-        for _ in range(NUM_RUNS):
+    shortest: dict[int, float] = {}
+    for _ in range(NUM_RUNS):
+        for num_rows in NUM_ROWS:
             start_s = now_s()
             plan = _run(executor, scheduler, num_rows - 1)
             if plan is None or plan.num_tokens < num_rows:
                 break
-            durations.append(now_s() - start_s)
-        if not durations:
-            break
-        least_us = prices[-1].duration_us if prices else 1  # a shorter time with more rows is noise
-        prices.append(Price(num_rows, max(least_us, round(min(durations) * 1e6))))
+            shortest[num_rows] = min(now_s() - start_s, shortest.get(num_rows, inf))
         if now_s() - begin_s > MAX_MEASURING_S:
             break
+    prices: list[Price] = []
+    for num_rows, duration_s in shortest.items():
+        least_us = prices[-1].duration_us if prices else 1  # a shorter time with more rows is noise
+        prices.append(Price(num_rows, max(least_us, round(duration_s * 1e6))))
     return tuple(prices) or FLAT_PRICES
 
 
