@@ -12,7 +12,8 @@ source blocks and writes it to its target blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
@@ -25,6 +26,8 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
 
 NAMESPACE = b"oracle"
+Guess = Callable[[int, bytes], int]
+"""Draft after the logits of a sequence, right or wrong."""
 Block = list[bytes | None]
 """Content of a block: a value per position, or a part of a state in the first place."""
 
@@ -60,34 +63,54 @@ class OracleModel:
         for block in host_blocks:
             self.host[block] = [None] * self.block_size
 
-    def forward(self, plan: StepPlan, tokens: dict[int, list[int]], prompts: dict[int, int]) -> list[bytes]:
-        """Logits of the sampling rows, in plan order."""
+    def forward(
+        self, plan: StepPlan, tokens: dict[int, list[int]], prompts: dict[int, int], guess: Guess | None = None
+    ) -> list[tuple[list[bytes], list[int]]]:
+        """Logits of the sampling rows, in plan order: those of the last known token and of each draft, and the drafts.
+
+        Args:
+            guess: chooses a draft from the logits before it, so that it may be right.
+        """
         self._check_rows(plan)
         seen = []
         for row, chunk in enumerate(plan.chunks()):
             assert 0 not in chunk.table
+            num_drafts = plan.drafts[row] if plan.drafts else 0
+            known = tokens[chunk.seq_id]
+            end = chunk.start + chunk.length - num_drafts
             kernel = f"prompt{min(chunk.length, 2)}"
             if chunk.start >= prompts[chunk.seq_id]:
                 kernel = f"segment{chunk.start}+{chunk.length}"
-            if self.has_one_kernel:
-                kernel = ""
-            values = []
-            for position in range(chunk.start, chunk.start + chunk.length):
-                past = b"".join(self._read(chunk.table, before) for before in range(position))
-                value = digest(str((tokens[chunk.seq_id][position], position, kernel)).encode(), past)
-                block, slot = divmod(position, self.block_size)
-                self.device[chunk.table[block]][slot] = value
-                values.append(value)
-            if plan.other_tables:
-                for group, table in zip(self.groups[1:], plan.other_tables[row], strict=True):
-                    layer = self._update_state if group.is_state else self._see_window
-                    values = layer(group, table, chunk.start, values)
+            logits = [self._compute(plan, row, known[:end], chunk.start, kernel)]
             if chunk.samples:
-                end = chunk.start + chunk.length
-                assert end == len(tokens[chunk.seq_id]), "only the last known token is sampled from"
-                last = digest(*(self._read(chunk.table, position) for position in range(end)))
-                seen.append(digest(last, values[-1]) if plan.other_tables else last)
+                assert end == len(known), "only the last known token is sampled from"
+                drafts: list[int] = []
+                for _ in range(num_drafts):
+                    assert guess is not None
+                    drafts.append(guess(chunk.seq_id, logits[-1]))
+                    so_far = known + drafts
+                    logits.append(self._compute(plan, row, so_far, len(so_far) - 1, kernel))
+                seen.append((logits, drafts))
+            else:
+                assert not num_drafts
         return seen
+
+    def _compute(self, plan: StepPlan, row: int, tokens: Sequence[int], start: int, kernel: str) -> bytes:
+        """Compute tokens of a row from position ``start`` on. Returns the logits of the last one."""
+        values = []
+        main = plan.tables[row]
+        for position in range(start, len(tokens)):
+            past = b"".join(self._read(main, before) for before in range(position))
+            value = digest(str((tokens[position], position, "" if self.has_one_kernel else kernel)).encode(), past)
+            block, slot = divmod(position, self.block_size)
+            self.device[main[block]][slot] = value
+            values.append(value)
+        if plan.other_tables:
+            for group, table in zip(self.groups[1:], plan.other_tables[row], strict=True):
+                layer = self._update_state if group.is_state else self._see_window
+                values = layer(group, table, start, values)
+        last = digest(*(self._read(main, position) for position in range(len(tokens))))
+        return digest(last, values[-1]) if plan.other_tables else last
 
     def _see_window(self, group: KVGroup, table: tuple[int, ...], start: int, values: list[bytes]) -> list[bytes]:
         """Outputs of a layer with a window for the values of a row's tokens."""
@@ -195,6 +218,8 @@ class Loop:
     can_stop: bool = True
     forces: bool = True
     explain: Explain | None = None
+    rng: random.Random | None = None
+    """Chooses drafts, right ones and wrong ones; None: there are none."""
     served: dict[int, Served] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
@@ -299,43 +324,58 @@ class Loop:
 
     def step(self) -> StepPlan:
         """Run one step; a plan without rows is only returned."""
+        self.propose()
         plan = self.scheduler.schedule(self.explain)
         if not plan.has_work:
             return plan
         self.check_plan(plan)
         self._execute_moves(plan)
         tokens = {seq_id: served.tokens for seq_id, served in self.served.items()}
-        seen = self.model.forward(plan, tokens, {seq_id: s.num_prompt for seq_id, s in self.served.items()})
+        seen = self.model.forward(plan, tokens, {seq_id: s.num_prompt for seq_id, s in self.served.items()}, self.guess)
         self.commit(plan, seen)
         return plan
 
+    def propose(self) -> None:
+        """Propose a random number of drafts for some sequences, waiting ones and unknown ones too."""
+        if self.rng is not None and self.config.allows_drafts and self.rng.random() < 0.8:
+            ids = range(len(self.served) + 2)
+            self.scheduler.propose({seq_id: self.rng.randint(1, 7) for seq_id in ids if self.rng.random() < 0.7})
+
+    def guess(self, seq_id: int, logits: bytes) -> int:
+        """A draft: mostly the token that these logits give, unless a grammar has forced another one."""
+        assert self.rng is not None
+        return self._sample(seq_id, logits)[0][0] if self.rng.random() < 0.7 else self.rng.randrange(50)
+
     def fail_step(self, *, moved: bool, ran: bool) -> StepPlan:
         """Run a step that fails before or after it moved blocks or computed."""
+        self.propose()
         plan = self.scheduler.schedule(self.explain)
         if plan.has_work:
             if moved:
                 self._execute_moves(plan)
                 if ran:
                     tokens = {seq_id: [-1] * len(served.tokens) for seq_id, served in self.served.items()}
-                    self.model.forward(plan, tokens, {seq_id: s.num_prompt for seq_id, s in self.served.items()})
+                    prompts = {seq_id: s.num_prompt for seq_id, s in self.served.items()}
+                    self.model.forward(plan, tokens, prompts, lambda seq_id, logits: -1)
             self.filled.clear()
             self.scheduler.fail(plan)
             self.scheduler.check()
             self._clear_free()
         return plan
 
-    def commit(self, plan: StepPlan, seen: Iterable[bytes]) -> None:
+    def commit(self, plan: StepPlan, seen: Iterable[tuple[list[bytes], list[int]]]) -> None:
         sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
-        answers = [self._sample(seq_id, value) for seq_id, value in zip(sampling, seen, strict=True)]
-        finishes = [FinishReason.STOP if stops else None for _, stops in answers]
-        for seq_id, (new, stops) in zip(sampling, answers, strict=True):
+        answers = [self._verify(seq_id, *row) for seq_id, row in zip(sampling, seen, strict=True)]
+        finishes = [FinishReason.STOP if stops else None for _, stops, _ in answers]
+        for seq_id, (new, stops, _) in zip(sampling, answers, strict=True):
             served, job = self.served[seq_id], self.jobs[seq_id]
             known = (served.tokens + new)[: served.num_prompt + job.max_output]
             if stops or len(known) == served.num_prompt + job.max_output:
                 self.name_answer(seq_id, known)
-        result = StepResult(tuple(len(new) for new, _ in answers), tuple(finishes))
+        accepted = tuple(num_accepted for _, _, num_accepted in answers)
+        result = StepResult(tuple(len(new) for new, _, _ in answers), tuple(finishes), accepted if plan.drafts else ())
         events = self.scheduler.commit(plan, result)
-        for seq_id, (new, _), count in zip(sampling, answers, events.num_tokens, strict=True):
+        for seq_id, (new, _, _), count in zip(sampling, answers, events.num_tokens, strict=True):
             self.served[seq_id].tokens.extend(new[:count])
         for finish in events.finished:
             assert self.served[finish.seq_id].reason is None, "served twice"
@@ -354,6 +394,19 @@ class Loop:
             assert self.step().has_work
         raise AssertionError(f"not finished within {max_steps} steps")
 
+    def _verify(self, seq_id: int, logits: list[bytes], drafts: list[int]) -> tuple[list[int], bool, int]:
+        """Tokens of a row, whether the sequence ends with them, and how many drafts are among them: samples row by row
+        as long as the tokens so far are drafts, whose logits are known."""
+        tokens: list[int] = []
+        equal = 0
+        while True:
+            new, stops = self._sample(seq_id, logits[equal])
+            tokens += new
+            while equal < min(len(tokens), len(drafts)) and tokens[equal] == drafts[equal]:
+                equal += 1
+            if stops or equal < len(tokens):
+                return tokens, stops, min(equal, len(tokens) - 1)
+
     def _sample(self, seq_id: int, value: bytes) -> tuple[list[int], bool]:
         new = [value[0] % 50]
         if self.forces and self.jobs[seq_id].allows_forced and value[1] % 4 == 0:
@@ -368,12 +421,14 @@ class Loop:
         assert not set(plan.preempted) & {*plan.seq_ids, *plan.admitted, *plan.resumed}
         prompt_tokens = 0
         outputs = 0
-        for chunk in plan.chunks():
+        for chunk, num_drafts in zip(plan.chunks(), plan.drafts or (0,) * len(plan.seq_ids), strict=True):
             served = self.served[chunk.seq_id]
             assert served.reason is None, "an ended sequence is served"
-            end = chunk.start + chunk.length
+            end = chunk.start + chunk.length - num_drafts
+            assert end + num_drafts < served.num_prompt + self.jobs[chunk.seq_id].max_output or not num_drafts
+            assert chunk.samples or not num_drafts
             if config.chunking:
-                assert chunk.length <= max(config.max_chunk_tokens, config.max_forced_tokens)
+                assert chunk.length <= max(config.max_chunk_tokens, config.max_forced_tokens)  # with drafts
                 outputs += chunk.samples
             elif chunk.start < served.num_prompt:
                 assert end <= served.num_prompt

@@ -36,6 +36,9 @@ class Heard:
     def filled(self, *command: Any) -> None:
         self.all.append(("filled", *command))
 
+    def proposed(self, *command: Any) -> None:
+        self.all.append(("proposed", *command))
+
     def cache_reset(self, *command: Any) -> None:
         self.all.append(("reset", *command))
 
@@ -55,6 +58,7 @@ def test_each_command_is_reported_with_the_step_before_which_it_takes_effect() -
     core.sweep(request.block_hashes, (2,))
     core.fill(request.block_hashes)
     core.reset_prefix_cache()
+    core.propose({1: 2})
     assert heard.all == [
         ("added", 0, request, 0),
         ("added", 1, request, 0),
@@ -64,6 +68,7 @@ def test_each_command_is_reported_with_the_step_before_which_it_takes_effect() -
         ("unpinned", request.block_hashes, (2,), 2),
         ("filled", request.block_hashes, 0, 0, 2),
         ("reset", 2),
+        ("proposed", {1: 2}, 2),
     ]
 
 

@@ -156,7 +156,7 @@ def test_a_run_begins_after_the_step_that_ended_a_sequence() -> None:
     num_planned = 0
     plan_row_by_row = planner.plan
 
-    def counting(step_number: int, explain: object = None) -> object:
+    def counting(step_number: int, *rest: object) -> object:
         nonlocal num_planned
         num_planned += 1
         return plan_row_by_row(step_number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
@@ -45,8 +46,9 @@ class Machine(RuleBasedStateMachine):
         priority_aging_steps=st.sampled_from([0, 2]),
         preemption=st.sampled_from(["swap", "recompute"]),
         max_skips=st.sampled_from([0, 1, 64]),
+        drafts=st.none() | st.integers(0, 1000),
     )
-    def start(self, block_size, others, spare_blocks, num_seqs, width, places, chunk, chunking, **policy):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
+    def start(self, block_size, others, spare_blocks, num_seqs, width, places, chunk, chunking, drafts, **policy):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
         one = SchedulerConfig(
             block_size=block_size,
             num_blocks=-(-20 // block_size) + spare_blocks,
@@ -63,7 +65,7 @@ class Machine(RuleBasedStateMachine):
             **policy,
         )
         self.config = replace(one, num_blocks=one.num_blocks + one.other_blocks(20))
-        self.loop = Loop(self.config)
+        self.loop = Loop(self.config, rng=None if drafts is None else random.Random(drafts))
         self.aborted: set[int] = set()
 
     @rule(

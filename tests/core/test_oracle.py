@@ -138,8 +138,21 @@ def test_every_schedule_gives_each_request_the_tokens_of_a_run_alone(seed: int) 
     check_drive(random_config(rng), rng)
 
 
-def check_drive(config: SchedulerConfig, rng: random.Random) -> None:
-    loop = Loop(config)
+@pytest.mark.parametrize("seed", range(150))
+def test_every_schedule_with_drafts_gives_each_request_the_tokens_of_a_run_alone(seed: int) -> None:
+    """Right and wrong drafts, with forced tokens, preemption, failed steps, and windows."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    config = random_config(rng)
+    if seed % 3 == 0:
+        config = with_groups(config, rng)
+        groups = tuple([group for group in config.groups if not group.is_state])
+        config = replace(config, groups=groups)
+    check_drive(config, rng, random.Random(seed + 1))
+
+
+def check_drive(config: SchedulerConfig, rng: random.Random, drafts: random.Random | None = None) -> None:
+    loop = Loop(config, rng=drafts)
     aborted = drive(loop, rng)
     for seq_id, job in loop.jobs.items():
         if seq_id not in aborted:

@@ -131,7 +131,7 @@ def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as
     if as_json:
         print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in found]}, indent=2))
     else:
-        for (number, _, _, its), finding in zip(found, engines, strict=True):
+        for (number, _, _, its, _), finding in zip(found, engines, strict=True):
             show_block(finding)
             if its.fields and its.b is not None:
                 words = ["lockstep", "diff", str(a), "--engine", str(number), *_set_b(its.fields, its.b.config)]

@@ -22,6 +22,11 @@ MAX_MOMENTS = 64
 """Number of recorded moments; one takes about 20 kB with 26 engines."""
 MIN_SPACING_S = 1.0
 """Minimum interval in seconds between two recorded moments, however often stats are read."""
+COUNTERS = (
+    *("generation_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits"),
+    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+)
+"""Counters of an engine, in the order of `Counts`."""
 TTFT = "time_to_first_token_seconds"
 
 
@@ -42,6 +47,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_blocks: int | None = None
     num_waiting: int = 0
     """Number of requests that wait for their first step, or to be resumed."""
+    draft_share: float | None = None
+    """Share of the verified drafts that were accepted."""
 
 
 class StoreTier(msgspec.Struct, frozen=True):
@@ -76,6 +83,8 @@ class Counts(NamedTuple):
     prompt_tokens: int = 0
     queries: int = 0
     hits: int = 0
+    drafts: int = 0
+    accepted: int = 0
     ttft: tuple[int, ...] = ()
     """Counts of the time-to-first-token histogram, by bucket."""
 
@@ -133,10 +142,9 @@ def stats_of(
 
 
 def _counts(snapshot: MetricsSnapshot) -> Counts:
-    names = ("generation_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
     histogram = snapshot.histograms.get(TTFT)
-    tokens, prompt_tokens, queries, hits = (snapshot.counters.get(name, 0) for name in names)
-    return Counts(tokens, prompt_tokens, queries, hits, () if histogram is None else tuple(histogram.counts))
+    counters = [snapshot.counters.get(name, 0) for name in COUNTERS]
+    return Counts(*counters, ttft=() if histogram is None else tuple(histogram.counts))
 
 
 def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, elapsed_s: float | None) -> EngineStats:
@@ -152,6 +160,7 @@ def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, el
     if is_restarted:
         then, ttft_then = Counts(), (0,) * len(now.ttft)
     queries, hits = now.queries - then.queries, now.hits - then.hits
+    drafts, accepted = now.drafts - then.drafts, now.accepted - then.accepted
     bounds = snapshot.histograms[TTFT].bounds if now.ttft else ()
     ttft = [a - b for a, b in zip(now.ttft, ttft_then, strict=True)]
     return EngineStats(
@@ -164,6 +173,7 @@ def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, el
         kv_share,
         blocks,
         num_waiting,
+        accepted / drafts if drafts > 0 else None,
     )
 
 

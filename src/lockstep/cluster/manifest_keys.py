@@ -6,6 +6,7 @@ unchanged. The keys and ranges of ``engine:`` come from EngineOptions, those of 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
@@ -18,6 +19,7 @@ from lockstep.artifacts.task import TASKS
 from lockstep.cluster.manifest import PRIORITIES, Persona, Remote, Tier
 from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size, size_text
 from lockstep.engine.options import EngineOptions, check_limits
+from lockstep.engine.speculative_config import SpeculativeConfig
 from lockstep.errors import ArtifactError, ConfigError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.option_fields import OptionType, Range, option_types
@@ -456,11 +458,23 @@ def sampling_block(node: YamlNode) -> dict[str, float | int]:
     return read_fields(node, {key: ManifestKey(option(types[key])) for key in SAMPLING_KEYS})
 
 
+def speculation(node: YamlNode) -> str:
+    """Read ``speculative_config:``, a block or JSON."""
+    value = node.plain()
+    config = SpeculativeConfig.parse(value) if isinstance(value, str) else None
+    if config is None:
+        if not isinstance(value, dict):
+            raise ConfigError(f"is {shown(value)}; it must be a block, for example {{method: suffix}}")
+        config = SpeculativeConfig.of(value)
+    return config.text()
+
+
 @cache
 def engine_keys() -> Mapping[str, ManifestKey]:
     """Keys of ``engine:``: the fields of EngineOptions, read by their types."""
     sizes = {
         "kv_cache_memory_bytes": ManifestKey(size(1), write=size_text),
         "host_kv_memory_bytes": ManifestKey(size(), write=size_text),
+        "speculative_config": ManifestKey(speculation, write=json.loads),
     }
     return {name: sizes.get(name) or ManifestKey(option(type_)) for name, type_ in option_types(EngineOptions).items()}

@@ -14,7 +14,9 @@ by byte, so that a recorder may store the records and a reader in another langua
 - ``body = tag list(evicted) list(swap_out) list(swap_in) list(copies) list(admitted) list(resumed) list(preempted)
   list(gone) list(row) list(got) list(end)``, with pairs as two ints.
 - ``tag`` is byte 1, or byte 2 for a step that failed (its ``got`` and ``end`` are empty). After a failed step there is
-  no step before: every row of the next one is written.
+  no step before: every row of the next one is written. A step with drafts has byte 3, a failed one byte 4, and at the
+  end of its body ``list(draft)``: ``position count accepted`` for each row with drafts, in plan order. The row's length
+  includes them, whether they were accepted or not, and so does the end from which it would continue plainly.
 - ``gone``: ids, in the order of the step before, that had a row there, did not end there and have none in this step.
 - ``row``: each row that does not continue plainly, as ``position id start 2*length+samples kept list(block)``; position
   counts the plan's rows from 0, and the table is the first ``kept`` blocks that its row in the step before had
@@ -46,6 +48,8 @@ _DIGEST_BYTES = 8
 NUM_CODES = 1 << 17
 """Encodings of numbers below this are cached on first use, about 100 bytes each."""
 _STEP, _FAILED_STEP = 1, 2
+_WITH_DRAFTS = 2
+"""Added to the tag of a step with drafts."""
 _SEVEN_EMPTY_LISTS = (0,) * 7
 _REASONS = {reason: index for index, reason in enumerate(FinishReason)}
 
@@ -152,7 +156,7 @@ class Fingerprint:
     def _open(self, tag: int, plan: StepPlan, events: StepEvents, tables: Tables, moves_nothing: bool) -> bytes | None:
         gone, rows = self._changes(plan, tables)
         closed = self.close()
-        values = [tag]
+        values = [tag + _WITH_DRAFTS if plan.drafts else tag]
         if moves_nothing:
             values += _SEVEN_EMPTY_LISTS
         else:
@@ -170,6 +174,10 @@ class Fingerprint:
             sampling = compress(plan.seq_ids, plan.samples)
             _add_items(values, [pair for pair in zip(sampling, got, strict=True) if pair[1] > 1])
         _add_items(values, [(finish.seq_id, _REASONS[finish.reason]) for finish in events.finished])
+        if plan.drafts:
+            accepted = dict(zip(compress(range(len(plan.seq_ids)), plan.samples), events.num_accepted, strict=False))
+            drafts = [(row, count, accepted.get(row, 0)) for row, count in enumerate(plan.drafts) if count]
+            _add_items(values, drafts)
         self._body = leb128(values)
         return closed
 

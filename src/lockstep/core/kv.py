@@ -199,6 +199,24 @@ class KVCache:
             seq.table += tuple(islice(blocks, missing))
             self.others.hold(seq, end, blocks)
 
+    def hold_drafts(self, seq: Sequence, end: int, count: int) -> int:
+        """Give a row that ends at ``end`` the blocks for up to ``count`` drafts after it. Only blocks without content
+        are taken, so that drafts evict nothing. Returns the number of drafts that have blocks."""
+        while count and self.num_for_row(seq, end + count) > self.pool.num_free:
+            count -= 1
+        if count:
+            held = self.hold_row(seq, end + count)
+            assert held, "free blocks are available"
+        return count
+
+    def drop_drafts(self, seq: Sequence, num_accepted: int) -> None:
+        """Release the blocks of a row's drafts that were rejected, as if each accepted one had had its own row."""
+        if self._config.admission == "optimistic":
+            keep = self._config.blocks_for(seq.num_computed)
+            self._release(seq.table[keep:])
+            seq.table = seq.table[:keep]
+        self.others.drop_drafts(seq, num_accepted)
+
     def release(self, seq: Sequence) -> None:
         """Release the blocks of a sequence that ended. They become free, or cached if they were published. Windows and
         snapshots are evicted just before the blocks of the positions that they have seen."""

@@ -188,6 +188,21 @@ class OtherGroups:
             others.append(own)
         seq.others = tuple(others)
 
+    def drop_drafts(self, seq: Sequence, num_accepted: int) -> None:
+        """Release the blocks of a row after the computed positions, and those that rows of one token each would have
+        released on their way, so that the same columns can be published at the end."""
+        num_columns = self._config.blocks_for(seq.num_computed)
+        border = (seq.num_computed - 1) // self._block_size * self._block_size if num_accepted else 0
+        others: list[GroupBlocks] = []
+        for _, group, own in self._pairs(seq):
+            assert isinstance(own, WindowBlocks), "a model with states has no drafts"
+            end = (num_columns - own.first) * group.num_parts
+            first = max(own.first, group.first_column(border, self._block_size))
+            begin = (first - own.first) * group.num_parts
+            self._release(own.blocks[:begin] + own.blocks[end:])
+            others.append(own._replace(first=first, blocks=own.blocks[begin:end]))
+        seq.others = tuple(others)
+
     # -- giving blocks up ---------------------------------------------------------------------------------------------
 
     def release(self, seq: Sequence) -> None:

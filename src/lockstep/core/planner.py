@@ -1,4 +1,4 @@
-"""Planner of one step: fills a step in five stages, each of which is a section of `StepPlanner`."""
+"""Planner of one step: fills a step in six stages, each of which is a section of `StepPlanner`."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ class StepPlanner:
         """Supply at which all tried requests, bulk and others, lacked blocks and nothing else."""
         self._explain: Explain | None = None
 
-    def plan(self, step: int, explain: Explain | None = None) -> StepBuilder:
+    def plan(self, step: int, explain: Explain | None = None, proposed: Mapping[int, int] | None = None) -> StepBuilder:
         """Decide step number ``step``.
 
         Args:
+            proposed: number of drafts of sequences by id.
             explain: called with each reason why a sequence is passed over or gets less than it could. It affects no
                 decision.
         """
@@ -72,6 +73,8 @@ class StepPlanner:
             self._admit(builder, is_bulk=True)
         if builder.left_out and spare and self._kv.others:
             self._pass_on(builder, spare)
+        if proposed:
+            self._add_drafts(builder, proposed)
         return builder
 
     def _has_bulk(self) -> bool:
@@ -386,6 +389,18 @@ class StepPlanner:
         first = seq.request.sibling_of
         leader = None if first is None else self._sequences.get(first)
         return leader is None or leader.num_known > leader.num_prompt
+
+    # -- 6: drafts ----------------------------------------------------------------------------------------------------
+
+    def _add_drafts(self, builder: StepBuilder, proposed: Mapping[int, int]) -> None:
+        """Add drafts to the rows, in their order, as far as the step has tokens and free blocks left. So they take
+        nothing from any row."""
+        for index, seq in enumerate(builder.seqs):
+            length = builder.lengths[index]
+            room = min(proposed.get(seq.seq_id, 0), builder.draft_room(seq, length))
+            count = self._kv.hold_drafts(seq, seq.num_computed + length, room)
+            if count:
+                builder.add_drafts(index, count)
 
     # -- explaining ---------------------------------------------------------------------------------------------------
 

@@ -118,6 +118,12 @@ class SchedulerConfig(SchedulerLimits):
         """Maximum number of prompt tokens in one step."""
         return self.max_num_batched_tokens if self.max_num_prefill_tokens is None else self.max_num_prefill_tokens
 
+    @property
+    def allows_drafts(self) -> bool:
+        """True if a step may compute drafts. The state of a recurrent layer that has seen a rejected token would be
+        lost."""
+        return not any(group.is_state for group in self.groups)
+
     def aged_priority(self, priority: int, num_steps: int) -> int:
         """A priority after this many steps of waiting."""
         return priority - num_steps // self.priority_aging_steps if self.priority_aging_steps else priority

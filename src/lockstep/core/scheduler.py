@@ -1,13 +1,13 @@
 """Scheduler: decides every step and manages the lifecycle of every sequence.
 
 It owns all sequences. It depends on no tokens, no time and no model: lengths, hashes and commands go in, and plans come
-out. The order of calls is commit, commands (add, name_answer, abort, pin, sweep, fill, reset), schedule.
+out. The order of calls is commit, commands (add, name_answer, abort, pin, sweep, fill, reset, propose), schedule.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import compress
@@ -22,7 +22,7 @@ from lockstep.core.queue import TenantLedger, WaitingQueue
 from lockstep.core.request import CommandListener, FinishReason, Request
 from lockstep.core.sequence import FinishedSequence, RunningLists, Sequence, SequenceState, SequenceView
 from lockstep.core.state import SchedulerState, restored, saved
-from lockstep.core.stats import Counters, SchedulerStats
+from lockstep.core.stats import Counters, SchedulerStats, stats_of
 from lockstep.core.step import Explain, Finish, StepEvents, StepPlan, StepResult
 
 
@@ -45,6 +45,8 @@ class Scheduler:
         self._next_id = 0
         self._step = 0
         self._pending: StepPlan | None = None
+        self._proposed: dict[int, int] = {}
+        """Sequence id to the number of drafts that were proposed for the next step."""
         self._aborting: dict[int, FinishReason] = {}
         """Sequences that were ended by a command during their step."""
         self._planner = StepPlanner(config, self._kv, self._queue, self._ledger, self._running, self._sequences)
@@ -175,6 +177,17 @@ class Scheduler:
             self._listener.cache_reset(self._step)
         return num_blocks
 
+    def propose(self, drafts: Mapping[int, int]) -> None:
+        """Propose drafts for the next step: tokens that a sequence may get in it, by sequence id their number. The plan
+        has those for which budgets and free blocks suffice; the others are dropped, and so are those of sequences that
+        do not sample in it."""
+        assert self._pending is None, "drafts are proposed before a step is planned"
+        assert self.config.allows_drafts, "a model with states has no drafts"
+        assert all(count > 0 for count in drafts.values()), "a proposal has at least one draft"
+        self._proposed = dict(drafts)
+        if drafts and self._listener is not None:
+            self._listener.proposed(drafts, self._step)
+
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def schedule(self, explain: Explain | None = None) -> StepPlan:
@@ -190,13 +203,14 @@ class Scheduler:
         plan = self._repeat() if explain is None else None
         if plan is None:
             self._leave_run()
-            builder = self._planner.plan(self._step, explain)
+            builder = self._planner.plan(self._step, explain, self._proposed)
             plan = builder.plan(self._kv.take_moves())
             self._pending_seqs = builder.seqs
             self._counters.num_preemptions += len(builder.preempted)
             self._count_lookups(builder.admitted)
         assert plan.has_work, "an empty plan while a sequence is unfinished"
         self._counters.count_moves(plan)
+        self._proposed.clear()
         self._pending = plan
         self._step += 1
         return plan
@@ -212,19 +226,28 @@ class Scheduler:
             self._leave_run()
         finished: list[Finish] = []
         got: list[int] = []
-        answers = zip(result.num_tokens, result.finishes, strict=True)
-        for seq, length, samples in zip(self._pending_seqs, plan.lengths, plan.samples, strict=True):
+        accepted = result.num_accepted or (0,) * len(result.num_tokens)
+        drafts = plan.drafts or (0,) * len(plan.lengths)
+        answers = zip(result.num_tokens, result.finishes, accepted, strict=True)
+        for seq, length, samples, num_drafts in zip(
+            self._pending_seqs, plan.lengths, plan.samples, drafts, strict=True
+        ):
             if seq.num_computed < seq.num_prefill:
                 self._commit_prompt(seq, length)
             seq.num_computed += length
             reason = None
             if samples:
-                num_tokens, reason = next(answers)
+                num_tokens, reason, num_accepted = next(answers)
+                if num_drafts or num_accepted:
+                    most = min(num_drafts, num_tokens - 1)
+                    assert 0 <= num_accepted <= most, f"{num_accepted} accepted drafts of sequence {seq.seq_id}"
+                    seq.num_computed -= num_drafts - num_accepted
+                    self._kv.drop_drafts(seq, num_accepted)
                 if num_tokens == 1:
                     seq.num_known += 1
                 else:
-                    num_tokens = self._cut_forced(seq, num_tokens)
-                    seq.append(num_tokens)
+                    num_tokens = self._cut_forced(seq, num_tokens, num_accepted)
+                    seq.append(num_tokens, num_accepted)
                 got.append(num_tokens)
                 seq.last_sampled_step = plan.step
                 if reason is None and seq.num_known == seq.max_known:
@@ -241,7 +264,7 @@ class Scheduler:
             self._end(self._sequences[finish.seq_id], finish.reason)
         num_left = len(plan.seq_ids) - len(finished)
         self._is_settled = len(got) == sum(got) == len(plan.seq_ids) and len(self._running.decoding) == num_left
-        return StepEvents(plan.step, tuple(finished), tuple(got))
+        return StepEvents(plan.step, tuple(finished), tuple(got), result.num_accepted if plan.drafts else ())
 
     def fail(self, plan: StepPlan) -> tuple[int, ...]:
         """Undo a step that did not complete: release the blocks that it took, and drop what it moved.
@@ -283,7 +306,7 @@ class Scheduler:
     def _can_repeat(self) -> bool:
         """Start a run of repeated steps; True if there is nothing to decide but new blocks."""
         running = self._running
-        if self._kv.others or not self._is_settled or self._pending is not None:
+        if self._kv.others or not self._is_settled or self._pending is not None or self._proposed:
             return False
         if running.prefilling or running.preempted:
             return False
@@ -334,10 +357,11 @@ class Scheduler:
         self._counters.num_prompt_tokens += length
         self._kv.publish(seq, seq.num_computed + length)
 
-    def _cut_forced(self, seq: Sequence, num_tokens: int) -> int:
-        """Length of a segment, limited by the output limit."""
-        most = self.config.max_forced_tokens if seq.request.allows_forced else 1
-        assert 1 <= num_tokens <= most, f"sequence {seq.seq_id} got {num_tokens} tokens in one step, not 1..{most}"
+    def _cut_forced(self, seq: Sequence, num_tokens: int, num_accepted: int) -> int:
+        """Number of tokens that a sequence got, limited by the output limit."""
+        most = num_accepted + (self.config.max_forced_tokens if seq.request.allows_forced else 1)
+        least = num_accepted + 1
+        assert least <= num_tokens <= most, f"sequence {seq.seq_id} got {num_tokens} tokens, not {least}..{most}"
         return min(num_tokens, seq.max_known - seq.num_known)
 
     def _charge(self, seqs: Iterable[Sequence], got: list[int]) -> None:
@@ -382,6 +406,7 @@ class Scheduler:
             self._step,
             self._planner.shares.clock,
             self._pending,
+            tuple(self._proposed.items()),
             tuple(self._aborting.items()),
             sequences,
             kv,
@@ -407,6 +432,7 @@ class Scheduler:
         if state.pending is not None:
             core._pending = state.pending
             core._pending_seqs = [core._sequences[seq_id] for seq_id in state.pending.seq_ids]
+        core._proposed.update(state.proposed)
         core._aborting.update(state.aborting)
         return core
 
@@ -449,34 +475,9 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts and gauges. Changes nothing, so another thread may call it for approximate numbers."""
-        counters, pool, host = self._counters, self._kv.pool, self._kv.host
         unwritten = 0 if self._run is None else self._run.num_unwritten_tokens
-        return SchedulerStats(
-            num_running=self._running.num_running,
-            num_queued=len(self._queue),
-            num_preempted=len(self._running.preempted),
-            num_queued_tokens=self._queue.num_tokens,
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            num_held_blocks=self.num_held_blocks,
-            num_host_blocks=host.num_blocks,
-            num_free_host_blocks=host.num_free,
-            kv_usage=self.num_held_blocks / pool.num_blocks,
-            num_steps=self._step,
-            num_failed_steps=counters.num_failed_steps,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_generation_tokens=counters.num_generation_tokens + unwritten,
-            num_preemptions=counters.num_preemptions,
-            num_recomputed_tokens=counters.num_recomputed_tokens,
-            prefix_queries_tokens=counters.prefix_queries_tokens,
-            prefix_hits_tokens=counters.prefix_hits_tokens,
-            num_allocated_blocks=pool.num_allocated,
-            num_evicted_blocks=counters.num_evicted_blocks,
-            num_swapped_out_blocks=counters.num_swapped_out_blocks,
-            num_swapped_in_blocks=counters.num_swapped_in_blocks,
-            num_finished=tuple(counters.num_finished.items()),
-        )
+        sizes = self._running.num_running, len(self._queue), len(self._running.preempted), self._queue.num_tokens
+        return stats_of(self._counters, self._kv.pool, self._kv.host, sizes, self._step, unwritten)
 
     def drain_finished(self) -> tuple[FinishedSequence, ...]:
         """Take the sequences that ended since the last call, at most ``max_finished``."""
@@ -488,12 +489,4 @@ class Scheduler:
         """Assert conservation: every block and every sequence is in exactly one list."""
         self._write_back()
         self._kv.check(self._sequences.values())
-        running = self._running
-        places = {
-            SequenceState.RUNNING: [*running.prefilling, *running.decoding],
-            SequenceState.PREEMPTED: running.preempted,
-            SequenceState.WAITING: self._queue.sequences(),
-        }
-        assert sum(map(len, places.values())) == len(self._sequences), "a sequence is lost or listed twice"
-        for state, seqs in places.items():
-            assert all(self._sequences[seq.seq_id] is seq and seq.state is state for seq in seqs), state
+        self._running.check(self._sequences, self._queue.sequences())

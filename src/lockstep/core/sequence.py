@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Collection, Mapping
 from enum import Enum
 from operator import attrgetter
 from typing import NamedTuple
@@ -152,10 +153,10 @@ class Sequence:
         """Length of the output segment that starts at ``position``."""
         return self.forced.get(position, 1)
 
-    def append(self, num_tokens: int) -> None:
-        """Add the tokens of one sampling: a segment of ``num_tokens``."""
-        if num_tokens > 1:
-            self.forced[self.num_known] = num_tokens
+    def append(self, num_tokens: int, num_accepted: int = 0) -> None:
+        """Add the tokens of a step. Those after the accepted drafts, which are computed already, are a segment."""
+        if num_tokens - num_accepted > 1:
+            self.forced[self.num_known + num_accepted] = num_tokens - num_accepted
         self.num_known += num_tokens
 
     def cut_to(self, num_computed: int) -> None:
@@ -302,6 +303,17 @@ class RunningLists:
     def preempted_holders(self) -> list[Sequence]:
         """Preempted sequences that still hold device blocks, lowest rank first."""
         return [seq for seq in reversed(self.preempted) if seq.table]
+
+    def check(self, sequences: Mapping[int, Sequence], waiting: Collection[Sequence]) -> None:
+        """Assert that every unfinished sequence is in exactly one list, the one of its state."""
+        places = {
+            SequenceState.RUNNING: [*self.prefilling, *self.decoding],
+            SequenceState.PREEMPTED: self.preempted,
+            SequenceState.WAITING: waiting,
+        }
+        assert sum(map(len, places.values())) == len(sequences), "a sequence is lost or listed twice"
+        for state, seqs in places.items():
+            assert all(sequences[seq.seq_id] is seq and seq.state is state for seq in seqs), state
 
     def _list_of(self, seq: Sequence) -> list[Sequence]:
         if seq.state is SequenceState.PREEMPTED:

@@ -21,7 +21,7 @@ from lockstep.core.sequence import Sequence, SequenceState
 from lockstep.core.stats import Counters
 from lockstep.core.step import StepPlan
 
-STATE_VERSION: Final = 5
+STATE_VERSION: Final = 6
 """Version of the types below, increased with every change. States of different versions cannot be compared."""
 
 
@@ -96,6 +96,8 @@ class SchedulerState(NamedTuple):
     """Clock of the virtual times; see `lockstep.core.decode_shares`."""
     pending: StepPlan | None
     """Plan of the current step; None: there is none."""
+    proposed: tuple[tuple[int, int], ...]
+    """Drafts that were proposed for the next step, as pairs of sequence and their number."""
     aborting: tuple[tuple[int, FinishReason], ...]
     """Sequences that a command has ended since the current step began."""
     sequences: tuple[SavedSequence, ...]

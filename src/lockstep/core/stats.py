@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from lockstep.core.blocks import BlockPool, HostPool
 from lockstep.core.request import FinishReason
 from lockstep.core.sequence import Sequence
 from lockstep.core.step import StepPlan
@@ -80,3 +81,43 @@ class Counters:
     def count_finish(self, seq: Sequence, reason: FinishReason) -> None:
         self.num_finished[reason] += 1
         self.num_recomputed_tokens += seq.num_recomputed_tokens
+
+
+def stats_of(
+    counters: Counters,
+    pool: BlockPool,
+    host: HostPool,
+    sizes: tuple[int, int, int, int],
+    num_steps: int,
+    num_uncounted_tokens: int,
+) -> SchedulerStats:
+    """Collect the stats.
+
+    Args:
+        sizes: numbers of running, queued and preempted sequences, and of queued prompt tokens.
+        num_uncounted_tokens: generated tokens that the counters do not have yet.
+    """
+    num_held = pool.num_blocks - pool.num_available
+    return SchedulerStats(
+        *sizes,
+        num_blocks=pool.num_blocks,
+        num_free_blocks=pool.num_free,
+        num_cached_blocks=pool.num_cached,
+        num_held_blocks=num_held,
+        num_host_blocks=host.num_blocks,
+        num_free_host_blocks=host.num_free,
+        kv_usage=num_held / pool.num_blocks,
+        num_steps=num_steps,
+        num_failed_steps=counters.num_failed_steps,
+        num_prompt_tokens=counters.num_prompt_tokens,
+        num_generation_tokens=counters.num_generation_tokens + num_uncounted_tokens,
+        num_preemptions=counters.num_preemptions,
+        num_recomputed_tokens=counters.num_recomputed_tokens,
+        prefix_queries_tokens=counters.prefix_queries_tokens,
+        prefix_hits_tokens=counters.prefix_hits_tokens,
+        num_allocated_blocks=pool.num_allocated,
+        num_evicted_blocks=counters.num_evicted_blocks,
+        num_swapped_out_blocks=counters.num_swapped_out_blocks,
+        num_swapped_in_blocks=counters.num_swapped_in_blocks,
+        num_finished=tuple(counters.num_finished.items()),
+    )

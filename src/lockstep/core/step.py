@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
     table: tuple[int, ...]
     """Device block ids; covers at least ``start + length`` positions."""
     samples: bool
-    """True if the chunk's last token's logits are sampled."""
+    """True if the logits of the chunk's last token are sampled, and those before each of its drafts."""
 
 
 @dataclass(slots=True)
@@ -61,6 +61,9 @@ class StepPlan:
     blocks of this column and of all after it up to the row's last token. For states: the blocks of the state before the
     row's first token, if there is a token before it, and then those of the state after its last token. If these are the
     same blocks, they are listed once."""
+    drafts: Final[tuple[int, ...]] = ()
+    """By row, the number of its last tokens that are drafts: tokens that the sequence may get in this step, which are
+    computed before that is known. They are part of the row's length. Empty: there are none in the step."""
 
     @property
     def has_work(self) -> bool:
@@ -101,9 +104,12 @@ class StepResult(NamedTuple):
     values."""
 
     num_tokens: tuple[int, ...]
-    """Number of tokens that each sampling sequence got: 1, or 1 + the grammar-forced ones."""
+    """Number of tokens that each sampling sequence got: 1, the accepted drafts, and the grammar-forced ones."""
     finishes: tuple[FinishReason | None, ...]
     """Reason for which the sequence ends with its last token, or None."""
+    num_accepted: tuple[int, ...] = ()
+    """Number of drafts of each sampling sequence that are equal to the first tokens that it got, and fewer than these;
+    empty: 0 for all."""
 
 
 class Finish(NamedTuple):
@@ -121,6 +127,8 @@ class StepEvents(NamedTuple):
     num_tokens: tuple[int, ...] = ()
     """Number of tokens that each sampling sequence got, in plan order: the result's counts, limited by the output
     limit."""
+    num_accepted: tuple[int, ...] = ()
+    """Number of accepted drafts of each; empty: 0 for all."""
 
 
 class Limit(Enum):

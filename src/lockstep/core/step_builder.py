@@ -41,6 +41,8 @@ class StepBuilder:
         self.seqs: list[Sequence] = []
         self.lengths: list[int] = []
         """Lengths of the rows. Each row starts at its sequence's number of computed positions."""
+        self.drafts: list[int] = []
+        """By row, the number of drafts in its length; empty: there are none."""
         self.num_prompt_tokens = 0
         self.admitted: list[int] = []
         self.resumed: list[int] = []
@@ -71,6 +73,23 @@ class StepBuilder:
         self.num_width -= count
         self.num_places -= count
         self.num_tokens -= num_tokens
+
+    # -- drafts -----------------------------------------------------------------------------------------------------
+
+    def draft_room(self, seq: Sequence, length: int) -> int:
+        """Number of drafts that a finished row of this length may get: none in a prompt, nor before the last known
+        token."""
+        if seq.prompt_left > 0 or seq.num_computed + length != seq.num_known:
+            return 0
+        longest = max(self._max_chunk, self._config.max_forced_tokens)
+        return max(0, min(self.num_tokens, longest - length, seq.max_known - seq.num_known - 1))
+
+    def add_drafts(self, index: int, count: int) -> None:
+        """Add drafts to a row."""
+        self.drafts = self.drafts or [0] * len(self.seqs)
+        self.drafts[index] = count
+        self.lengths[index] += count
+        self.num_tokens -= count
 
     # -- prompts ----------------------------------------------------------------------------------------------------
 
@@ -217,10 +236,11 @@ class StepBuilder:
             tuple([seq.num_computed for seq in seqs]),
             tuple(lengths),
             tuple([seq.table for seq in seqs]),
-            tuple([seq.num_computed + length == seq.num_known for seq, length in zip(seqs, lengths, strict=True)]),
+            tuple([seq.num_computed + length >= seq.num_known for seq, length in zip(seqs, lengths, strict=True)]),
             tuple(self.admitted),
             tuple(self.resumed),
             tuple(self.preempted),
             self.num_prompt_tokens,
             tuple([OtherGroups.tables(seq) for seq in seqs]) if self._has_others else (),
+            tuple(self.drafts),
         )

@@ -19,6 +19,7 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.adapters import EngineAdapters
 from lockstep.engine.deadlines import Clock
+from lockstep.engine.drafter import Drafter
 from lockstep.engine.generation import Sink
 from lockstep.engine.input_processing import prepare
 from lockstep.engine.kv_store import KVStore
@@ -56,6 +57,7 @@ class Engine:
         recorder: records everything that decides a step.
         store: KV store outside of the device; None: there is none.
         kv_class: priority of this engine's blocks in the store; larger numbers are evicted first.
+        drafter: source of drafts for speculative decoding; None: there are no drafts.
         wake: called by any thread when there is work that no client submitted.
         idle_wait_s: longest wait of `run` before it checks for work again.
     """
@@ -71,6 +73,7 @@ class Engine:
         recorder: RecorderHook | None = None,
         store: KVStore | None = None,
         kv_class: int = 0,
+        drafter: Drafter | None = None,
         wake: Callable[[], None] | None = None,
         idle_wait_s: float = IDLE_WAIT_S,
     ) -> None:
@@ -94,6 +97,8 @@ class Engine:
         self._requests = OpenRequests(
             model, self.scheduler, self.sessions, self.adapters, self._metrics, recorder, self._now_s
         )
+        self._drafter = self._requests.drafter = drafter
+        self._metrics.has_drafts = drafter is not None
         self._processor = OutputProcessor(model, self._metrics, self._requests.generations, self.adapters)
         self._running_thread_id = 0
         """Id of the thread in ``run``; 0: none."""
@@ -340,6 +345,8 @@ class Engine:
         self.take()
         outputs = self._requests.outputs
         self.drain()
+        if self._drafter is not None:
+            self._propose(self._drafter)
         plan = self._requests.waits.schedule()
         if plan.has_work:
             self._run_plan(plan)
@@ -348,6 +355,14 @@ class Engine:
         self._mailboxes.dispatch(on_lost=self._requests.abort)
         self._requests.raise_interrupt()
         return StepOutputs(plan if plan.has_work else None, outputs)
+
+    def _propose(self, drafter: Drafter) -> None:
+        """Propose the drafts of the next step."""
+        drafts = self._processor.drafts = drafter.propose(self._requests.generations.values())
+        if drafts:
+            if self._recorder is not None:
+                self._recorder.drafted(drafts)
+            self.scheduler.propose({seq_id: len(tokens) for seq_id, tokens in drafts.items()})
 
     def take(self) -> Published:
         """Take what was published since the last call. Each step first discards what was not taken."""

@@ -60,6 +60,8 @@ class Generation:
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    early_outputs: list[TokenOutput] = field(default_factory=list)
+    """Outputs of the current step before the last one, if it gave several tokens one after the other."""
     delta_ids: tuple[int, ...] = ()
     """New tokens since its last output. The other deltas have the same meaning."""
     delta_text: str = ""
@@ -256,6 +258,16 @@ class Generation:
         )
         self.delta_ids, self.delta_text, self.delta_logprobs, self.delta_reasoning = (), "", None, ""
         return output
+
+    @property
+    def early_ids(self) -> tuple[int, ...]:
+        """The tokens of its early outputs."""
+        return tuple([token for output in self.early_outputs for token in output.token_ids])
+
+    @property
+    def step_ids(self) -> tuple[int, ...]:
+        """The tokens that it got in the current step."""
+        return self.early_ids + self.delta_ids if self.early_outputs else self.delta_ids
 
     @property
     def num_output(self) -> int:

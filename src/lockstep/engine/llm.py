@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.task import Pooling
+from lockstep.engine.draft_prices import speculator_for
 from lockstep.engine.engine import Engine, Observer, OutputStream
 from lockstep.engine.generation import Sink
 from lockstep.engine.input_processing import with_input_name
@@ -66,7 +67,8 @@ class LLM:
     ) -> None:
         self.model, config = load_model(model, options, progress)
         try:
-            self.engine = Engine(self.model, config, observer=observer)
+            drafter = speculator_for(self.model, config, (options or LoadOptions()).engine.speculative_config)
+            self.engine = Engine(self.model, config, observer=observer, drafter=drafter)
             self._task_thread = TaskThread(f"lockstep-{self.model.name}")
         except BaseException:
             self.model.close()
@@ -254,7 +256,8 @@ class AsyncEngine:
         observer: Observer | None = None,
     ) -> None:
         self.model, config = load_model(model, options, progress)
-        self.engine = Engine(self.model, config, observer=observer)
+        drafter = speculator_for(self.model, config, (options or LoadOptions()).engine.speculative_config)
+        self.engine = Engine(self.model, config, observer=observer, drafter=drafter)
         self._thread = threading.Thread(target=self._loop, name=f"lockstep-{self.model.name}", daemon=True)
         self._thread.start()
 

@@ -128,6 +128,13 @@ class EngineMetrics:
         self.generation_tokens = 0
         self.admission_rejections = 0
         """Requests that the engine's thread rejected because the queue was full."""
+        self.has_drafts = False
+        """True if the engine drafts; otherwise there are no metrics of drafts."""
+        self.num_drafts = 0
+        """Number of rows with drafts."""
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens: list[int] = []
+        """Number of accepted drafts by their place in the row."""
         self.corrupted_requests = 0
         """Sequences whose logits were not finite."""
         self.finished: dict[str, int] = {}
@@ -136,6 +143,32 @@ class EngineMetrics:
         self.observe_ttft_s = histograms["time_to_first_token_seconds"].observe
         self.observe_itl_s = histograms["inter_token_latency_seconds"].observe
         self.observe_step_tokens = histograms["iteration_tokens_total"].observe
+
+    def observe_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Record the drafts of a row."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        counts = self.num_accepted_tokens
+        counts += [0] * (num_drafts - len(counts))
+        for place in range(num_accepted):
+            counts[place] += 1
+
+    def draft_counters(self) -> Mapping[str, int]:
+        """Counters of drafts, under vLLM's names; empty if the engine does not draft."""
+        if not self.has_drafts:
+            return {}
+        return {
+            "spec_decode_num_drafts": self.num_drafts,
+            "spec_decode_num_draft_tokens": self.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": sum(self.num_accepted_tokens),
+        }
+
+    def accepted_by_place(self) -> Mapping[str, Labelled]:
+        """Counter of accepted drafts by their place in the row, likewise."""
+        if not self.has_drafts:
+            return {}
+        counts = {str(place): count for place, count in enumerate(list(self.num_accepted_tokens))}
+        return {"spec_decode_num_accepted_tokens_per_pos": Labelled("position", counts)}
 
     def count_finished(self, reason: FinishReason) -> None:
         self.finished[reason.value] = self.finished.get(reason.value, 0) + 1
@@ -223,11 +256,15 @@ def snapshot(
             "corrupted_requests": metrics.corrupted_requests,
             "num_steps": metrics.num_steps,
             "num_failed_steps": metrics.num_failed_steps,
+            **metrics.draft_counters(),
         },
         finished=dict(metrics.finished),
         histograms=metrics.histograms(),
         labelled_gauges={"num_requests_waiting_by_reason": Labelled("reason", by_reason)},
-        labelled_counters={"prompt_tokens_by_source": Labelled("source", by_source)},
+        labelled_counters={
+            "prompt_tokens_by_source": Labelled("source", by_source),
+            **metrics.accepted_by_place(),
+        },
         info=info,
     )
 

@@ -19,6 +19,7 @@ from lockstep.core.step import Finish, StepResult
 from lockstep.engine.adapters import EngineAdapters
 from lockstep.engine.deadlines import Deadlines
 from lockstep.engine.detokenizer import Detokenizer
+from lockstep.engine.drafter import Drafter, Drafts
 from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics
@@ -53,6 +54,10 @@ class RecorderHook(CommandListener, Protocol):
 
     def ended(self, generation: Generation) -> None:
         """Report a sequence that has ended, in a step or outside; its last token and reason are set."""
+        ...
+
+    def drafted(self, drafts: Drafts) -> None:
+        """Report the tokens of the drafts whose numbers are proposed next."""
         ...
 
     def failed(self, record: bytes | None) -> None:
@@ -99,6 +104,8 @@ class OpenRequests:
         self._now_s = now_s
         self.follower: SequenceFollower | None = None
         """Observer of sequences, in addition to the recorder."""
+        self.drafter: Drafter | None = None
+        """Source of drafts, which gets the ended sequences."""
         self.by_id: dict[int, LiveRequest] = {}
         """Requests that have not ended; submission adds them here."""
         self.generations: dict[int, Generation] = {}
@@ -292,11 +299,14 @@ class OpenRequests:
         """Publish the output of each sequence. Returns the requests whose sink raised."""
         lost: list[int] = []
         for generation in touched:
-            live, output = generation.live, generation.take_output(now_s)
-            if live.sink is None:
-                self.outputs.append(output)
-            elif not self._publish(live, output):
-                lost.append(live.request_id)
+            live = generation.live
+            outputs, generation.early_outputs = [*generation.early_outputs, generation.take_output(now_s)], []
+            for output in outputs:
+                if live.sink is None:
+                    self.outputs.append(output)
+                elif not self._publish(live, output):
+                    lost.append(live.request_id)
+                    break
         return lost
 
     def _copy_counts(self, finished: tuple[FinishedSequence, ...]) -> None:
@@ -314,6 +324,8 @@ class OpenRequests:
             self._recorder.ended(generation)
         if self.follower is not None:
             self.follower.ended(generation)
+        if self.drafter is not None:
+            self.drafter.ended(generation)
         live = generation.live
         live.num_open -= 1
         self._metrics.observe_finished(generation.span(), generation.finish_reason or reason, now_s)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lockstep.artifacts.task import Task
 from lockstep.core.policy import Order, SchedulerConfig, SchedulerLimits, least_batched_tokens
+from lockstep.engine.speculative_config import SpeculativeConfig
 from lockstep.errors import ConfigError
 from lockstep.executors.options import ExecutorOptions
 from lockstep.option_fields import MOST, Range, check_options
@@ -78,8 +79,14 @@ class EngineOptions(SchedulerLimits):
     max_lora_rank: Annotated[int, Range(1, 512)] = 16
     """Maximum rank of an adapter, for which memory is reserved."""
 
+    speculative_config: str | None = None
+    """Speculative decoding without a second model, as JSON: {"method": "suffix" or "ngram",
+    "num_speculative_tokens": 5, "prompt_lookup_max": 4}; changes no answer; None: off."""
+
     def __post_init__(self) -> None:
         check_options(self)
+        if self.speculative_config is not None:
+            SpeculativeConfig.parse(self.speculative_config)
 
     @property
     def batched_tokens(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +12,14 @@ import numpy.typing as npt
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepPlan, StepResult
 from lockstep.engine.adapters import EngineAdapters
+from lockstep.engine.drafter import Drafts
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.output_rules import Pooler
 from lockstep.engine.outputs import Started
 from lockstep.errors import NumericsError
-from lockstep.executors.base import HiddenStates, StepBatch, VectorHead
+from lockstep.executors.base import HiddenStates, Logits, StepBatch, VectorHead
 from lockstep.executors.grammar import TokenBits
 from lockstep.executors.sampling import Samples, likeliest, sample
 
@@ -53,6 +55,11 @@ class OutputProcessor:
         """Sequences that need prompt log-probabilities, and the number of the step's prompt rows for each."""
         self._sampling: list[Generation] = []
         """Sequences that sample in the current step, in plan order."""
+        self.drafts: Drafts = {}
+        """Drafts that were proposed for the next step, by sequence."""
+        self._verified: list[tuple[Sequence[int], range]] = []
+        """By sampling sequence, its drafts in the current step, and the rows of their logits; empty: there are none."""
+        self._logits: Logits = np.empty((0, 0), np.float32)
         self.started: list[Started] = []
         """Requests whose computation has begun since the last `Engine.take`."""
 
@@ -71,7 +78,11 @@ class OutputProcessor:
             if samples:
                 sampling.append(generation)
                 rows.append(len(ids) - 1)
+                if plan.drafts:
+                    ids += self.drafts.get(seq_id, ())[: start + length - len(generation.tokens)]
         self._sampling = sampling
+        if plan.drafts:
+            rows += self._draft_rows(plan, rows)
         self._pooled, self._with_prompt_logprobs = [], []
         hidden, logprob_rows = self._collect_prompt_rows(plan, now_s) if plan.num_prompt_tokens else (None, None)
         slots = self._slots(plan, len(ids)) if self._adapters.num_open else None
@@ -89,6 +100,21 @@ class OutputProcessor:
                 slots[at - length + num_before : at] = live.adapter_slot
                 has_any = True
         return slots if has_any else None
+
+    def _draft_rows(self, plan: StepPlan, rows: list[int]) -> list[int]:
+        """Record the drafts of the step. Returns the rows of their logits.
+
+        Args:
+            rows: row of each sampling sequence's last known token.
+        """
+        further: list[int] = []
+        self._verified = []
+        for generation, row, count in zip(self._sampling, rows, compress(plan.drafts, plan.samples), strict=True):
+            begin = len(rows) + len(further)
+            drafts = self.drafts.get(generation.seq_id, ())[:count]
+            self._verified.append((drafts, range(begin, begin + len(drafts))))
+            further += range(row + 1, row + 1 + len(drafts))
+        return further
 
     def _collect_prompt_rows(self, plan: StepPlan, now_s: float) -> tuple[Rows | None, Rows | None]:
         """Record the prompts of the step. Returns the rows whose hidden states are needed, and those whose logits
@@ -120,6 +146,8 @@ class OutputProcessor:
     def compute(self, plan: StepPlan, now_s: float) -> Samples:
         """Execute the step and sample. Raises the executor's errors."""
         logits = self._executor.execute(self.batch(plan, now_s))
+        if plan.drafts:
+            self._logits, logits = logits, logits[: len(self._sampling)]
         if self._pooled:
             self._pool()
         if self._with_prompt_logprobs:
@@ -129,33 +157,29 @@ class OutputProcessor:
             for generation, row in zip(sampling, logits, strict=True):
                 if generation.live.request.logit_ids:
                     generation.vector = row[list(generation.live.request.logit_ids)]  # a copy
-        if all(generation.takes_likeliest for generation in sampling):
-            return likeliest(logits)
-        states = [generation.sampler for generation in sampling]
-        positions = [len(generation.tokens) for generation in sampling]
-        suppressed = [generation.suppressed_ids() for generation in sampling]
-        allowed: dict[int, TokenBits] = {}
-        for row, generation in enumerate(sampling):
-            if generation.grammar is not None and (bits := generation.allowed()) is not None:
-                allowed[row] = bits
-        return sample(logits, states, positions, suppressed if any(suppressed) else None, allowed or None)
+        return sampled(logits, sampling)
 
     def accept(self, plan: StepPlan, samples: Samples, now_s: float) -> tuple[StepResult, list[Generation]]:
         """Append the sampled tokens. Returns the result for the scheduler and the sequences that were changed."""
         touched = self._sampling
         counts: list[int] = []
+        accepted: list[int] = []
         finishes: list[FinishReason | None] = []
         num_after: dict[float, int] = {}
         """Number of tokens by the time of the previous token, which is mostly the same for a whole batch."""
         num_tokens = 0
-        for generation, token, logprobs, finite in zip(
-            touched, samples.token_ids, samples.logprobs, samples.finite, strict=True
+        for index, (generation, token, logprobs, finite) in enumerate(
+            zip(touched, samples.token_ids, samples.logprobs, samples.finite, strict=True)
         ):
             if not finite or generation.fault is not None or generation.live.request.gives_vector:
                 counts.append(1)
+                accepted.append(0)
                 finishes.append(self._end_without_token(generation, finite, now_s))
                 continue
-            got = generation.accept(token, logprobs)
+            got, num_accepted = generation.accept(token, logprobs), 0
+            if plan.drafts and self._verified[index][0]:
+                got, num_accepted = self._verify(generation, got, *self._verified[index], now_s)
+            accepted.append(num_accepted)
             counts.append(got)
             finishes.append(generation.finish_reason)
             num_tokens += got
@@ -173,7 +197,40 @@ class OutputProcessor:
         metrics.num_steps += 1
         metrics.generation_tokens += num_tokens
         metrics.observe_step_tokens(num_tokens + plan.num_prompt_tokens // self._executor.geometry.num_stages)
-        return StepResult(tuple(counts), tuple(finishes)), touched
+        return StepResult(tuple(counts), tuple(finishes), tuple(accepted) if plan.drafts else ()), touched
+
+    def _verify(
+        self, generation: Generation, num_tokens: int, drafts: Sequence[int], rows: range, now_s: float
+    ) -> tuple[int, int]:
+        """Give a sequence its further tokens as long as its tokens in this step are the drafts, so that the logits
+        after them are known. Each comes with the code of a step of its own.
+
+        Args:
+            num_tokens: number of tokens that it has got in the step, without any draft.
+            rows: rows of the logits after each draft.
+
+        Returns:
+            The number of tokens that it got, and the number of accepted drafts among them.
+        """
+        first = len(generation.tokens) - num_tokens
+        equal = 0
+        while True:
+            known = generation.tokens[first:]
+            while equal < min(len(known), len(drafts)) and known[equal] == drafts[equal]:
+                equal += 1
+            if generation.finish_reason is not None or generation.is_full or equal < len(known):
+                break
+            generation.early_outputs.append(generation.take_output(now_s))
+            row = rows[equal - 1]
+            [token], [logprobs], [finite] = sampled(self._logits[row : row + 1], [generation])
+            if not finite or generation.fault is not None:
+                self._end_without_token(generation, finite, now_s)
+                num_tokens += 1  # counts as a token, as in a step of its own
+                break
+            num_tokens += generation.accept(token, logprobs)
+        num_accepted = min(equal, num_tokens - 1)
+        self._metrics.observe_drafts(len(drafts), num_accepted)
+        return num_tokens, num_accepted
 
     def _end_without_token(self, generation: Generation, finite: bool, now_s: float) -> FinishReason:
         """End a sequence that has invalid logits, a failed grammar, or a complete embedding. Returns the reason."""
@@ -241,3 +298,21 @@ class OutputProcessor:
         self._metrics.observe_ttft_s(now_s - live.arrival_s)
         if live.first_token_s is None:
             live.first_token_s = now_s
+
+
+def sampled(logits: Logits, generations: Sequence[Generation]) -> Samples:
+    """Choose the next token of each sequence.
+
+    Args:
+        logits: [len(generations), vocab].
+    """
+    if all(generation.takes_likeliest for generation in generations):
+        return likeliest(logits)
+    states = [generation.sampler for generation in generations]
+    positions = [len(generation.tokens) for generation in generations]
+    suppressed = [generation.suppressed_ids() for generation in generations]
+    allowed: dict[int, TokenBits] = {}
+    for row, generation in enumerate(generations):
+        if generation.grammar is not None and (bits := generation.allowed()) is not None:
+            allowed[row] = bits
+    return sample(logits, states, positions, suppressed if any(suppressed) else None, allowed or None)

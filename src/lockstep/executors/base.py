@@ -60,7 +60,8 @@ class StepBatch(msgspec.Struct, frozen=True):
     token_ids: npt.NDArray[np.int64]
     """[num_tokens], the chunks' tokens in plan order."""
     rows: npt.NDArray[np.int64]
-    """Indices into ``token_ids`` whose logits are needed: each sampling chunk's last row, in plan order."""
+    """Indices into ``token_ids`` whose logits are needed: the row of each sampling chunk's last token that is no draft,
+    in plan order, and then the rows of all drafts, in plan order."""
     hidden_rows: npt.NDArray[np.int64] | None = None
     """Indices into ``token_ids`` whose hidden states are needed; None: none."""
     prompt_rows: npt.NDArray[np.int64] | None = None

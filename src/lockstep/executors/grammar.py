@@ -83,6 +83,19 @@ class Grammar:
             raise _failed(self._matcher.get_error())
         return self._look_ahead(room)
 
+    def num_permitted(self, tokens: Sequence[int]) -> int:
+        """Number of first tokens of a guess that may come next, one after the other. Changes nothing.
+
+        Raises:
+            RequestFailedError: the grammar failed.
+        """
+        if self.is_complete:
+            return 0
+        try:
+            return int(self._matcher.validate_tokens([*tokens]))
+        except BaseException as error:
+            raise _failure(error) from None
+
     def _look_ahead(self, room: int) -> list[int]:
         matcher = self._matcher
         self._forced = None
@@ -158,6 +171,16 @@ class ChoiceGrammar:
         except BaseException as error:
             raise _failure(error) from None
         return list(forced)
+
+    def num_permitted(self, tokens: Sequence[int]) -> int:
+        """See `Grammar.num_permitted`."""
+        if self.is_complete:
+            return 0
+        try:
+            with self._copy_after(self._taken) as copy:
+                return int(copy.validate_tokens([*tokens]))
+        except BaseException as error:
+            raise _failure(error) from None
 
     def _move(self, tokens: tuple[int, ...]) -> None:
         taken = (*self._taken, *tokens)

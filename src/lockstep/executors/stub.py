@@ -293,20 +293,26 @@ class StubExecutor:
         if options.fail_every and self._num_steps % options.fail_every == 0:
             raise ExecutorError(f"stub {options.name}: step {plan.step} fails because fail_every={options.fail_every}")
         logits = np.zeros((len(batch.rows), VOCAB_SIZE), np.float32)
-        row, at = 0, -1
-        for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
-            at += length
-            if not samples:
-                continue
+        drafts = plan.drafts or (0,) * len(plan.seq_ids)
+        last: list[tuple[int, int, int]] = []
+        further: list[tuple[int, int, int]] = []
+        rows = zip(plan.seq_ids, plan.starts, plan.lengths, drafts, plan.samples, strict=True)
+        token = -1
+        for seq_id, start, length, count, samples in rows:
+            token += length
+            if samples:
+                sampled = [(seq_id, start + length - back, token - back) for back in range(count, -1, -1)]
+                last.append(sampled[0])
+                further += sampled[1:]
+        for row, (seq_id, position, token) in enumerate(last + further):
             script = self._scripts[seq_id]
-            index = start + length - script.prompt_len
-            slot = 0 if batch.adapters is None else int(batch.adapters[at])
+            index = position - script.prompt_len
+            slot = 0 if batch.adapters is None else int(batch.adapters[token])
             reply = self._heads[slot] + script.adapted if slot and not options.field else script.reply
             logits[row, reply[index] if index < len(reply) else END_ID] = _CHOSEN_LOGIT
             self._num_rows += 1
             if options.nan_every and self._num_rows % options.nan_every == 0:
                 logits[row] = np.nan
-            row += 1
         return logits
 
     def load_adapter(self, adapter: Adapter) -> int:

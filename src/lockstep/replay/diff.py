@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.errors import TraceError
+from lockstep.replay.answer_differences import AnswerDifferences, answer_differences
 from lockstep.replay.causes import (
     Cause,
     Pair,
@@ -40,6 +41,7 @@ from lockstep.worker.flight.entries import (
     Filled,
     Named,
     Pinned,
+    Proposed,
     Unpinned,
 )
 
@@ -87,6 +89,8 @@ class EngineDiff(NamedTuple):
     name_b: str
     """Names of the models that the engine serves in A and in B; empty: the recording has no such engine."""
     diff: Diff
+    answers: AnswerDifferences | None = None
+    """Comparison of the answers; None: all steps are equal, or a recording has no such engine."""
 
 
 def diff_configs(
@@ -220,7 +224,9 @@ def _diff_engine(
             b=recorded_snapshot("B", b, number, num_equal, divergence.b),
             input_difference=differing_command(_commands(a, number, num_equal), _commands(b, number, num_equal)),
         )
-    return EngineDiff(number, name_a, name_b, diff)
+    has_both = divergence is not None and engine_a is not None and engine_b is not None
+    answers = answer_differences(a, b, number) if has_both and max_steps is None else None
+    return EngineDiff(number, name_a, name_b, diff, answers)
 
 
 def _commands(trace: Trace, engine: int, num_steps: int) -> Iterator[Command]:
@@ -292,3 +298,6 @@ def _command_text(command: Command) -> str:
             return f"{len(command.contents):,} blocks of a chain to load {at}"
         case CacheReset():
             return f"a reset of the prefix cache {at}"
+        case Proposed():
+            counts = ", ".join(f"{count} for {called(str(seq_id))}" for seq_id, count in command.drafts)
+            return f"drafts ({counts}) {at}"

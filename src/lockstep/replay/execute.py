@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -19,6 +19,7 @@ from lockstep.core.groups import ContentKey, content_key, contents_of_chain
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
+from lockstep.engine.drafter import Drafts
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model, open_adapters, with_room_for
@@ -42,6 +43,7 @@ from lockstep.worker.flight.entries import (
     Filled,
     Named,
     Pinned,
+    Proposed,
     RequestDigest,
     RequestEntry,
     Vector,
@@ -115,6 +117,10 @@ class _Listener:
 
     def cache_reset(self, step: int) -> None: ...
 
+    def proposed(self, drafts: Mapping[int, int], step: int) -> None: ...
+
+    def drafted(self, drafts: Drafts) -> None: ...
+
     def joined(self, generation: Generation, waited_s: float) -> None: ...
 
     def committed(self, record: bytes | None, result: StepResult, touched: Sequence[Generation]) -> None:
@@ -133,16 +139,32 @@ class _Listener:
         return rows
 
 
+class _RecordedDrafts:
+    """`Drafter` of the executing engine: proposes the recorded drafts."""
+
+    def __init__(self) -> None:
+        self.next: Drafts = {}
+        """Drafts of the next step."""
+
+    def propose(self, generations: Iterable[Generation]) -> Drafts:
+        drafts, self.next = self.next, {}
+        return drafts
+
+    def ended(self, generation: Generation) -> None: ...
+
+
 class _Engine:
     """The executing engine, driven by one engine's recording."""
 
     def __init__(self, model: LoadedModel, execution: Execution, adapters: Mapping[int, Adapter]) -> None:
         self._hook = _Listener()
         self._plans: deque[StepPlan] = deque()
+        self._drafter = _RecordedDrafts()
         self._engine = Engine(
             model,
             execution.engine.config,
             recorder=self._hook,
+            drafter=self._drafter,
             observer=lambda plan, result, events: self._plans.append(plan),
         )
         self._execution = execution
@@ -179,6 +201,9 @@ class _Engine:
                     self._engine.abort(request_id)
             case AppliedCommand(_, Named() as named):  # this engine names the same blocks when it reaches that step
                 self._named[named.seq_id] = named.contents
+            case AppliedCommand(_, Proposed() as proposed):
+                ids = [seq_id for seq_id, _ in proposed.drafts]
+                self._drafter.next = dict(zip(ids, proposed.tokens, strict=True))
             case AppliedCommand(_, Filled() as filled):
                 self._engine.drain()
                 self._learn_answers()

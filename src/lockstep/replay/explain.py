@@ -195,6 +195,9 @@ def _chunk(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     row, other = _row(a, seq_id), _row(b, seq_id)
     name = called(a.name(seq_id))
     lines = [f"{name} computes {row.length} tokens from position {row.start} on in A and {other.length} in B"]
+    drafts = [_num_drafts(side, seq_id) for side in (a, b)]
+    if row.length - drafts[0] == other.length - drafts[1]:
+        return [*lines, f"{drafts[0]} of them are drafts in A and {drafts[1]} in B"]
     prompts = [side.unfinished[seq_id].num_prompt_tokens for side in (a, b) if seq_id in side.unfinished]
     if len(set(prompts)) > 1:
         return [*lines, f"its prompt has {prompts[0]} tokens in A and {prompts[1]} in B"]
@@ -202,6 +205,12 @@ def _chunk(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     is_known = row.length != other.length and seq_id in less.unfinished
     reasons = [_chunk_words(less, reason) for reason in less.reasons_of(seq_id)] if is_known else []
     return lines + ([f"in {less.label}, {'; '.join(reasons)}"] if reasons else [])
+
+
+def _num_drafts(side: Snapshot, seq_id: int) -> int:
+    """Number of drafts in a sequence's row."""
+    plan = side.decision.plan
+    return plan.drafts[plan.seq_ids.index(seq_id)] if plan is not None and plan.drafts else 0
 
 
 def _cache(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:

@@ -37,6 +37,7 @@ from lockstep.worker.flight.entries import (
     Named,
     Pinned,
     Priorities,
+    Proposed,
     Record,
     Tokens,
     Turn,
@@ -129,7 +130,7 @@ class Playback:
                     self._coming.clear()
                 case Record():
                     yield from self._counted(self._engine(entry.engine).record(entry))
-                case Added() | Aborted() | Named() | Pinned() | Unpinned() | Filled() | CacheReset():
+                case Added() | Aborted() | Named() | Pinned() | Unpinned() | Filled() | CacheReset() | Proposed():
                     self._engine(entry.engine).command(entry)
                 case Arrival():
                     self._coming.append(entry)

@@ -46,7 +46,7 @@ class StepRange:
     start: int
     """Position of the first computed token; of an encoder, stage times tokens plus token."""
     num_tokens: int
-    """Number of computed tokens; of an encoder, of tokens and stages."""
+    """Number of computed tokens, without rejected drafts; of an encoder, of tokens and stages."""
     num_sampled: int
     """Number of sampled tokens."""
 
@@ -205,6 +205,7 @@ class RequestTimeline:
         times_text, reasons[:] = tuple(reasons), ()
         sampling = compress(plan.seq_ids, plan.samples)
         counts = {} if event.result is None else dict(zip(sampling, event.result.num_tokens, strict=True))
+        rejected = _rejected(event)
         for row in plan.chunks():
             sequence = self._open.get((engine, row.seq_id))
             if sequence is None:
@@ -212,7 +213,7 @@ class RequestTimeline:
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = row.start
             count = 0 if sequence.gives_vector else counts.get(row.seq_id, 0)
-            _compute(sequence, plan.step, row.start, row.length, count)
+            _compute(sequence, plan.step, row.start, row.length - rejected.get(row.seq_id, 0), count)
             if count and not sequence.output_tokens:
                 sequence.first_token_ms = self._since_arrival_ms(engine, row.seq_id, event)
             sequence.output_tokens += count
@@ -269,6 +270,17 @@ class RequestTimeline:
         yield f"request {self.name}: {count} sequence{'s' * (count != 1)}"
         for sequence in self.sequences:
             yield from _lines(sequence)
+
+
+def _rejected(event: DecidedStep) -> dict[int, int]:
+    """Number of rejected drafts by sequence."""
+    plan, result = event.plan, event.result
+    if not plan.drafts:
+        return {}
+    sampling = list(compress(plan.seq_ids, plan.samples))
+    accepted = (0,) * len(sampling) if result is None else result.num_accepted
+    drafts = compress(plan.drafts, plan.samples)
+    return {seq_id: count - good for seq_id, count, good in zip(sampling, drafts, accepted, strict=True)}
 
 
 def _compute(sequence: SequenceTimeline, step: int, start: int, length: int, num_sampled: int) -> None:

@@ -29,6 +29,7 @@ from lockstep.worker.flight.entries import (
     Filled,
     Named,
     Pinned,
+    Proposed,
     Record,
     Unpinned,
 )
@@ -38,7 +39,7 @@ CONTENT_BYTES = 16
 
 
 _REASONS = tuple(FinishReason)
-_FAILED = 2
+_FAILED, _WITH_DRAFTS = 2, 2
 Pair = tuple[int, int]
 
 
@@ -160,6 +161,8 @@ class EngineRerun:
             case Aborted():
                 if not scheduler.abort(command.seq_id, command.reason):
                     self._diverge(f"sequence {command.seq_id} was ended by a command, but does not exist here")
+            case Proposed():
+                scheduler.propose(dict(command.drafts))
             case Named():
                 scheduler.name_answer(command.seq_id, tuple(map(content_of, command.contents)))
             case _:
@@ -267,8 +270,8 @@ class EngineRerun:
             self._fingerprint.observe_failure(plan)
             yield self._decided(plan, None, None)
             return
-        num_tokens, ends = ({}, {}) if decision is None else (decision.num_tokens, decision.ends)
-        result = _result(plan, num_tokens, ends)
+        ends = {} if decision is None else decision.ends
+        result = _result(plan, decision)
         try:
             events = self.scheduler.commit(plan, result)
         except AssertionError as error:
@@ -338,13 +341,17 @@ def _repeat_of(plan: StepPlan) -> StepPlan:
     )  # fmt: skip
 
 
-def _result(plan: StepPlan, num_tokens: dict[int, int], ends: dict[int, FinishReason]) -> StepResult:
+def _result(plan: StepPlan, decision: StepRecord | None) -> StepResult:
     """Result of the executor and the sampler, without LENGTH, which the scheduler determines."""
     sampling = list(compress(plan.seq_ids, plan.samples))
-    reasons = [ends.get(seq_id) for seq_id in sampling]
+    if decision is None:
+        return StepResult((1,) * len(sampling), (None,) * len(sampling))
+    reasons = [decision.ends.get(seq_id) for seq_id in sampling]
+    accepted = {plan.seq_ids[row]: count for row, (_, count) in decision.drafts.items()}
     return StepResult(
-        tuple([num_tokens.get(seq_id, 1) for seq_id in sampling]),
+        tuple([decision.num_tokens.get(seq_id, 1) for seq_id in sampling]),
         tuple([None if reason is FinishReason.LENGTH else reason for reason in reasons]),
+        tuple([accepted.get(seq_id, 0) for seq_id in sampling]) if plan.drafts else (),
     )
 
 
@@ -381,6 +388,8 @@ class StepRecord(NamedTuple):
     num_tokens: dict[int, int]
     """Number of tokens of sequences with more than one."""
     ends: dict[int, FinishReason]
+    drafts: dict[int, tuple[int, int]]
+    """Index of a row to the number of its drafts, and of the accepted ones."""
     repeats: int
 
     def plan(self, step: int, before: StepPlan | None, ended: Collection[int], num_groups: int = 1) -> StepPlan:
@@ -422,7 +431,12 @@ class StepRecord(NamedTuple):
         moves = self.evicted, self.swap_out, self.swap_in, self.copies
         changes = self.admitted, self.resumed, self.preempted
         firsts, others = split_tables(tables, num_groups)
-        return StepPlan(step, *moves, ids, starts, lengths, firsts, samples, *changes, other_tables=others)
+        if any(row >= len(ids) or count >= lengths[row] for row, (count, _) in self.drafts.items()):
+            raise ValueError("a row has as many drafts as tokens, or does not exist")
+        drafts = tuple([self.drafts.get(row, (0, 0))[0] for row in range(len(ids))]) if self.drafts else ()
+        return StepPlan(
+            step, *moves, ids, starts, lengths, firsts, samples, *changes, other_tables=others, drafts=drafts
+        )
 
 
 def decode_record(record: bytes) -> StepRecord:
@@ -434,17 +448,18 @@ def decode_record(record: bytes) -> StepRecord:
     numbers = _numbers(record)
     try:
         tag = next(numbers)
-        if tag not in (1, _FAILED):
-            raise ValueError(f"a record begins with the byte 1 or 2, not {tag}")
+        if not 1 <= tag <= _WITH_DRAFTS + _FAILED:
+            raise ValueError(f"a record begins with a byte of 1 to {_WITH_DRAFTS + _FAILED}, not {tag}")
         # Fields in the order of their bytes.
         read = StepRecord(
-            tag == _FAILED,
+            tag in (_FAILED, _WITH_DRAFTS + _FAILED),
             _ids(numbers),
             *(_pairs(numbers), _pairs(numbers), _pairs(numbers)),
             *(_ids(numbers), _ids(numbers), _ids(numbers), _ids(numbers)),
             rows=tuple(_row(numbers) for _ in range(next(numbers))),
             num_tokens=dict(_pairs(numbers)),
             ends={seq_id: _REASONS[reason] for seq_id, reason in _pairs(numbers)},
+            drafts=_drafts(numbers) if tag > _WITH_DRAFTS else {},
             repeats=next(numbers),
         )
     except (StopIteration, RuntimeError, IndexError) as error:
@@ -472,6 +487,10 @@ def _ids(numbers: Iterator[int]) -> tuple[int, ...]:
 
 def _pairs(numbers: Iterator[int]) -> tuple[Pair, ...]:
     return tuple([(next(numbers), next(numbers)) for _ in range(next(numbers))])
+
+
+def _drafts(numbers: Iterator[int]) -> dict[int, tuple[int, int]]:
+    return {next(numbers): (next(numbers), next(numbers)) for _ in range(next(numbers))}
 
 
 def _row(numbers: Iterator[int]) -> NewRow:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace as struct_with
 
+from lockstep.engine.draft_prices import speculator_for
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_store import KVStore
 from lockstep.engine.loading import checked_adapter, load_model
@@ -82,7 +83,9 @@ def open_replica(
         load = struct_with(load, options=replace(load.options, engine=slots, adapters=()))
     try_unknown(load, progress, system=system)
     model, config = load_model(load.source, load.options, progress)
-    own_recorder = None if recorder is None else recorder.of_engine(load.replica, model, config)
+    drafter = speculator_for(model, config, load.options.engine.speculative_config, system.now_s)
+    speculation = "" if drafter is None else drafter.text()
+    own_recorder = None if recorder is None else recorder.of_engine(load.replica, model, config, speculation)
     engine = Engine(
         model,
         config,
@@ -90,6 +93,7 @@ def open_replica(
         recorder=own_recorder,
         store=store,
         kv_class=load.priority,
+        drafter=drafter,
         wake=wake,
     )
     for each in adapters:

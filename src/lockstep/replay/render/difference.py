@@ -58,7 +58,8 @@ def finding_of_engine(found: EngineDiff) -> Finding:
     fields = f"; the configs differ in {', '.join(diff.fields)}" if diff.fields else ""
     change = diff.divergence.change.value
     verdict = f"{head}: equal for {diff.num_equal_steps:,} steps{fields}; first difference ({change}):"
-    return _finding(diff.a, diff.b, diff.divergence, verdict, (_input_line(diff),))
+    answers = () if found.answers is None else found.answers.sentences
+    return _finding(diff.a, diff.b, diff.divergence, verdict, (_input_line(diff), *answers))
 
 
 def _finding(a: Snapshot, b: Snapshot, divergence: Divergence, verdict: str, rest: tuple[str, ...]) -> Finding:
@@ -168,6 +169,11 @@ def engine_facts(found: EngineDiff) -> dict[str, Any]:
         "equal_steps": diff.num_equal_steps,
     }
     known = _divergence_facts(diff)
+    if found.answers is not None:
+        described["answers"] = found.answers._asdict() | {
+            "a": found.answers.a._asdict(),
+            "b": found.answers.b._asdict(),
+        }
     return described | {key: known[key] for key in ("change", "reasons", "plans", "input") if known}
 
 

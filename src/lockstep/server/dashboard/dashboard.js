@@ -144,6 +144,7 @@ function button(cell, text, act) {
   };
 }
 
+const drafts = (share) => (share ?? null) === null ? "" : `, ${percent(share)} of drafts`;
 const MODELS = [
   { name: "model", kind: "word", show: (m) => m.adapter ? `${m.id} (adapter)` : m.id },
   { name: "state", kind: "word", show: (m) => m.reason ? `${m.state}: ${m.reason}` : m.state, mark: (m) => `state-dot ${m.state}` },
@@ -153,7 +154,7 @@ const MODELS = [
   { name: "running", title: "being answered, those that wait in the engine included", show: (m) => count(m.num_running) },
   { name: "waiting", title: "for the model to be loaded, or for a session's place", show: (m) => count(m.num_waiting) },
   { name: "requests", show: (m) => count(m.num_requests) },
-  { name: "tokens/s", title: "generated, last half minute; models of one replica are counted with its first", show: (m) => m.stats ? rate(m.stats.tokens_per_s) : m.shared, mark: (m) => m.stats ? "" : "muted" },
+  { name: "tokens/s", title: "generated, last half minute; models of one replica are counted with its first", show: (m) => m.stats ? rate(m.stats.tokens_per_s) + drafts(m.stats.draft_share) : m.shared, mark: (m) => m.stats ? "" : "muted" },
   { name: "first token p50 / p95", show: (m) => m.stats ? `${seconds(m.stats.ttft_p50_s)} / ${seconds(m.stats.ttft_p95_s)}` : "" },
   { name: "KV used", title: "of an encoder, the activations of its texts", show: (m) => m.stats ? percent(m.stats.kv_share) : "" },
   { name: "prefix hits", show: (m) => m.stats ? percent(m.stats.hit_share) : "" },

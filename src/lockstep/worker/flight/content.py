@@ -203,9 +203,9 @@ def read_text(folder: Path, name: str) -> TokenizerPayload:
 
 
 def tokens_of(result: StepResult, touched: Sequence[Generation]) -> list[tuple[int, ...]]:
-    """Tokens of each row that sampled; empty for a row with an error or a vector."""
+    """Tokens of each row that sampled; without those of an error, and empty for a vector."""
     return [
-        () if reason is FinishReason.ERROR or generation.pooler is not None else generation.delta_ids
+        generation.early_ids if reason is FinishReason.ERROR or generation.pooler is not None else generation.step_ids
         for generation, reason in zip(touched, result.finishes, strict=True)
     ]
 

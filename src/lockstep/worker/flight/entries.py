@@ -88,6 +88,8 @@ class EngineEntry(EntryStruct, frozen=True, tag=2):
     (`lockstep.worker.flight.content.read_text`); empty: they are not stored."""
     num_stages: int = 1
     """Positions of each prompt token (`lockstep.executors.base.Geometry`)."""
+    speculation: str = ""
+    """Configuration of drafts and the measured prices on which their numbers depend, as JSON; empty: no drafts."""
 
 
 class _WithContents:
@@ -266,6 +268,17 @@ class CacheReset(EntryStruct, frozen=True, tag=11):
     step: int
 
 
+class Proposed(EntryStruct, frozen=True, tag=27):
+    """Drafts were proposed for the next step."""
+
+    engine: int
+    step: int
+    drafts: tuple[tuple[int, int], ...]
+    """Pairs of sequence and number of drafts."""
+    tokens: tuple[tuple[int, ...], ...] = ()
+    """Tokens of the drafts of each sequence, only with content."""
+
+
 # -- steps and turns --------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +391,7 @@ class Dispatched(EntryStruct, frozen=True, tag=25):
     """Best cosine of each model's examples, in order of definition."""
 
 
-Command = Added | Aborted | Named | Pinned | Unpinned | Filled | CacheReset
+Command = Added | Aborted | Named | Pinned | Unpinned | Filled | CacheReset | Proposed
 Entry = (
     Header
     | EngineEntry

@@ -21,6 +21,7 @@ from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.state import STATE_VERSION
 from lockstep.core.step import StepResult
+from lockstep.engine.drafter import Drafts
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
 from lockstep.errors import UsageError
@@ -54,6 +55,7 @@ from lockstep.worker.flight.entries import (
     OutputDigest,
     Pinned,
     Priorities,
+    Proposed,
     Record,
     RequestDigest,
     RequestEntry,
@@ -116,9 +118,13 @@ class Recorder:
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
-    def of_engine(self, key: str, model: LoadedModel, config: SchedulerConfig) -> EngineRecorder:
-        """Create the recorder of an engine that is about to be loaded."""
-        engine = EngineRecorder(self, key, model, config)
+    def of_engine(self, key: str, model: LoadedModel, config: SchedulerConfig, speculation: str = "") -> EngineRecorder:
+        """Create the recorder of an engine that is about to be loaded.
+
+        Args:
+            speculation: `Speculator.text` of its drafter; empty: it has none.
+        """
+        engine = EngineRecorder(self, key, model, config, speculation)
         with self._lock:
             self._engines = {**self._engines, key: engine}
             self._needs = {**self._needs, **engine.needs}
@@ -293,8 +299,13 @@ class Recorder:
 class EngineRecorder:
     """Records one engine of a device; implements `lockstep.engine.open_requests.RecorderHook`."""
 
-    def __init__(self, recorder: Recorder, key: str, model: LoadedModel, config: SchedulerConfig) -> None:
+    def __init__(
+        self, recorder: Recorder, key: str, model: LoadedModel, config: SchedulerConfig, speculation: str
+    ) -> None:
         self._recorder = recorder
+        self._speculation = speculation
+        self._drafted: Drafts = {}
+        """Drafts whose numbers are proposed next."""
         self._key = key
         self._model = model
         self._config = config
@@ -339,6 +350,7 @@ class EngineRecorder:
             executor.geometry.bytes_per_block,
             self._text,
             executor.geometry.num_stages,
+            self._speculation,
         )
         self._recorder.chunk.put(entry)
 
@@ -409,6 +421,17 @@ class EngineRecorder:
     def cache_reset(self, step: int) -> None:
         if self._records():
             self._put(CacheReset(self.number, step))
+
+    @guarded
+    def drafted(self, drafts: Drafts) -> None:
+        self._drafted = drafts
+
+    @guarded
+    def proposed(self, drafts: Mapping[int, int], step: int) -> None:
+        tokens, self._drafted = self._drafted, {}
+        if self._records():
+            shown = tuple([tuple(tokens.get(seq_id, ())) for seq_id in drafts]) if self._recorder.has_content else ()
+            self._put(Proposed(self.number, step, tuple(drafts.items()), shown))
 
     @guarded
     def joined(self, generation: Generation, waited_s: float) -> None:

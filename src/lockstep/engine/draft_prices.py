@@ -1,0 +1,100 @@
+"""Prices of rows: measures at load how long a step takes by its number of tokens, for the decision about drafts.
+
+The measurement runs steps of one sequence with drafts, which are planned like all others, before the first request. Its
+result is an input of later decisions and is recorded. It affects no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import Request
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import StepPlan, StepResult
+from lockstep.engine.draft_counts import FLAT_PRICES, Price
+from lockstep.engine.drafter import Speculator
+from lockstep.engine.loading import LoadedModel
+from lockstep.engine.speculative_config import SpeculativeConfig
+from lockstep.errors import ConfigError
+from lockstep.executors.base import Executor, SequenceObserver, StepBatch
+from lockstep.system import SYSTEM
+
+NUM_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of rows that are measured, as far as the limits of a step allow."""
+NUM_CONTEXT_TOKENS = 32
+"""Number of positions before the rows."""
+NUM_RUNS = 4
+"""Rounds with a step of each number of rows. The shortest one counts, since disturbances only lengthen them."""
+MAX_MEASURING_S = 5.0
+"""No further round begins after this time."""
+
+
+def speculator_for(
+    model: LoadedModel, config: SchedulerConfig, text: str | None, now_s: Callable[[], float] = SYSTEM.now_s
+) -> Speculator | None:
+    """The drafter of an engine.
+
+    Args:
+        text: the `SpeculativeConfig` as JSON; None: there are no drafts.
+
+    Raises:
+        ConfigError: the model cannot have drafts.
+    """
+    if text is None or model.task != "generate":
+        return None
+    if not config.allows_drafts:
+        raise ConfigError(
+            f"speculative_config: model {model.name!r} has recurrent layers, whose states cannot take tokens back; "
+            "omit the option"
+        )
+    return Speculator(SpeculativeConfig.parse(text), measured_prices(model.executor, config, now_s))
+
+
+def measured_prices(
+    executor: Executor, config: SchedulerConfig, now_s: Callable[[], float] = SYSTEM.now_s
+) -> tuple[Price, ...]:
+    """Durations of steps, by ascending number of rows. The executor's blocks have no content that is needed.
+
+    An executor that needs whole requests, like a stub, gets flat prices.
+    """
+    most_tokens = min(config.max_model_len, (config.num_blocks - 1) * config.block_size) - 1
+    num_prompt = min(NUM_CONTEXT_TOKENS, config.max_chunk_tokens, config.max_num_batched_tokens, most_tokens // 2)
+    if isinstance(executor, SequenceObserver) or num_prompt < 1:
+        return FLAT_PRICES
+    scheduler = Scheduler(config)
+    scheduler.add(Request(num_prompt, most_tokens - num_prompt))
+    _run(executor, scheduler, 0)
+    begin_s = now_s()
+    shortest: dict[int, float] = {}
+    for _ in range(NUM_RUNS):
+        for num_rows in NUM_ROWS:
+            start_s = now_s()
+            plan = _run(executor, scheduler, num_rows - 1)
+            if plan is None or plan.num_tokens < num_rows:
+                break
+            shortest[num_rows] = min(now_s() - start_s, shortest.get(num_rows, inf))
+        if now_s() - begin_s > MAX_MEASURING_S:
+            break
+    prices: list[Price] = []
+    for num_rows, duration_s in shortest.items():
+        least_us = prices[-1].duration_us if prices else 1  # a shorter time with more rows is noise
+        prices.append(Price(num_rows, max(least_us, round(duration_s * 1e6))))
+    return tuple(prices) or FLAT_PRICES
+
+
+def _run(executor: Executor, scheduler: Scheduler, num_drafts: int) -> StepPlan | None:
+    """Run a step of the only sequence, whose drafts are all rejected; None: it has ended."""
+    if not scheduler.has_unfinished:
+        return None
+    if num_drafts:
+        scheduler.propose({0: num_drafts})
+    plan = scheduler.schedule()
+    count = sum(plan.drafts) + 1
+    rows = np.arange(plan.num_tokens - count, plan.num_tokens, dtype=np.int64)
+    executor.execute(StepBatch(plan, np.zeros(plan.num_tokens, np.int64), rows))
+    scheduler.commit(plan, StepResult((1,), (None,), (0,) if plan.drafts else ()))
+    return plan

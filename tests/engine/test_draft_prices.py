@@ -1,0 +1,75 @@
+"""Prices of rows are measured before the first request and change nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.core.groups import KVGroup
+from lockstep.core.policy import SchedulerConfig
+from lockstep.engine.draft_counts import FLAT_PRICES
+from lockstep.engine.draft_prices import NUM_ROWS, measured_prices, speculator_for
+from lockstep.engine.loading import LoadedModel, load_model
+from lockstep.errors import ConfigError
+from lockstep.executors.base import Logits, StepBatch
+from tests.engine.conftest import Pocket
+
+SUFFIX = '{"method": "suffix"}'
+
+
+class Timed:
+    """An executor whose steps take a time by their number of rows, on its own clock."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._inner = model.executor
+        self.geometry, self.environment, self.machine = model.executor.geometry, {}, {}
+        self.num_rows: list[int] = []
+        self.time_s = 0.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def execute(self, batch: StepBatch) -> Logits:
+        self.num_rows.append(batch.plan.num_tokens)
+        noise_s = 0.001 * (len(self.num_rows) % 3)
+        self.time_s += 0.01 + 0.002 * batch.plan.num_tokens + noise_s
+        logits = self._inner.execute(batch)
+        assert len(logits) == len(batch.rows)
+        return logits
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None: ...
+    def prompt_logits(self, first: int, last: int) -> Logits: ...  # type: ignore[empty-body]  # not called
+    def read_blocks(self, blocks): ...  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201  # not called
+    def write_blocks(self, blocks, content): ...  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201  # not called
+    def close(self) -> None: ...
+
+
+def test_prices_are_the_shortest_times_of_steps_with_these_numbers_of_rows(pocket: Pocket) -> None:
+    model, config = pocket
+    timed = Timed(model)
+    prices = measured_prices(timed, config, timed.now_s)
+    assert [price.num_rows for price in prices] == [*NUM_ROWS]
+    assert [price.duration_us for price in prices] == [10_000 + 2_000 * rows for rows in NUM_ROWS]
+
+
+@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 79}, {"max_chunk_tokens": 6}, {"max_model_len": 40}])
+def test_limits_of_a_step_and_of_a_sequence_limit_the_rows(pocket: Pocket, limits: dict[str, int]) -> None:
+    model, config = pocket
+    small: SchedulerConfig = replace(config, **limits)  # type: ignore[arg-type]  # fields by name
+    timed = Timed(model)
+    prices = measured_prices(timed, small, timed.now_s)
+    assert prices[0].num_rows == 1
+    assert max(timed.num_rows[1:]) <= max(small.max_chunk_tokens, small.max_forced_tokens)
+    assert len(prices) >= (2 if "max_model_len" in limits else 5)
+
+
+def test_a_stub_has_flat_prices_and_other_models_none_without_the_option() -> None:
+    model, config = load_model("stub://alpha")
+    assert speculator_for(model, config, None) is None
+    speculator = speculator_for(model, config, SUFFIX)
+    assert speculator is not None
+    assert speculator.prices == FLAT_PRICES
+    groups = (KVGroup(), KVGroup(1, is_state=True, snapshot_interval=config.block_size))
+    with pytest.raises(ConfigError, match="recurrent"):
+        speculator_for(model, replace(config, groups=groups), SUFFIX)
