@@ -65,13 +65,15 @@ def test_byte_level_decoding_of_any_tokens_equals_the_librarys(ids: list[int]) -
 @settings(max_examples=100)
 @given(text=st.text(max_size=40))
 @example(text="<end_of_turn>")
+@example(text="<think>0")
 def test_no_piece_has_a_partial_character(family: str, text: str) -> None:
     tokenizer = tokenizer_of(family)
     [ids] = tokenizer.encode_plain([text])  # a special token has no text
     pieces = pieces_of(tokenizer, ids)
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
-    assert "".join(pieces).endswith(text.lstrip(" ")[-5:])
+    # Spaces are left out, because SentencePiece puts one behind an added token.
+    assert "".join(pieces).replace(" ", "").endswith(text.replace(" ", "")[-5:])
 
 
 def test_a_character_comes_with_its_last_byte() -> None:

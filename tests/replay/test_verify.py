@@ -152,8 +152,8 @@ MUTATIONS = {
     "victims from the best": (victims, "refs(table[-1 - count]) == 1", "refs(table[-1 - count]) != 1"),
     "growth": (
         planner,
-        "return self._kv.hold_row(seq, num_positions)",
-        "return not self._kv.hold_row(seq, num_positions)",
+        "or not self._hold_by_force(builder, seq, length)",
+        "or self._hold_by_force(builder, seq, length)",
     ),
     "admission": (planner, "queue.effective_priority(seq, builder.step) >= blocked_from", "blocked_from >= 0"),
     "resumption": (planner, "if missing <= 0:", "if missing > 0:"),

@@ -232,7 +232,12 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
     }
     conversation = chat(messages=[*HELLO, came, *HELLO]).prompt
     assert isinstance(conversation, Conversation)
-    assert conversation.messages[1] == {"role": "assistant", "content": "2", "reasoning_content": "one and one"}
+    assert conversation.messages[1] == {
+        "role": "assistant",
+        "content": "2",
+        "reasoning_content": "one and one",
+        "thinking": "one and one",  # the same, under the name that some templates read
+    }
 
 
 def test_text_parts_are_one_text() -> None:

@@ -77,7 +77,7 @@ def test_many_inputs_take_their_turns(client: openai.OpenAI, llm: LLM) -> None:
 
 def test_long_inputs_are_rejected_unless_truncation_is_requested(client: openai.OpenAI, llm: LLM) -> None:
     ids = [7] * 3_000
-    with pytest.raises(openai.BadRequestError, match=r"input: the prompt has 3000 tokens") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"input: the text has 3000 tokens") as caught:
         vectors(client, ids)
     assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
     assert np.array_equal(vectors(client, ids, truncate_prompt_tokens=9), llm.embed([ids[:9]]))
