@@ -201,7 +201,9 @@ def test_every_wait_reason_of_an_engine_occurs_and_has_a_text() -> None:
                 assert all(wait.reason for wait in told)
                 kinds |= {wait.kind for wait in told}
     assert limits == {limit.name for limit in Limit if limit is not Limit.CHUNK} | {PRIORITY}
-    assert kinds == set(get_args(Kind)) - {"model_loading", "session", "blocks_returning", "adapter"}, "which no scheduler knows"
+    assert kinds == set(get_args(Kind)) - {"model_loading", "session", "blocks_returning", "adapter"}, (
+        "which no scheduler knows"
+    )
     assert KINDS.keys() == limits | {LOADING, PLACE, SESSION, RETURNING, ADAPTER}
 
 
