@@ -18,7 +18,7 @@ from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import WaitReason
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.wait_reasons import PRIORITY, RETURNING, SESSION
+from lockstep.engine.wait_reasons import ADAPTER, PRIORITY, RETURNING, SESSION
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext
@@ -201,8 +201,10 @@ def test_every_wait_reason_of_an_engine_occurs_and_has_a_text() -> None:
                 assert all(wait.reason for wait in told)
                 kinds |= {wait.kind for wait in told}
     assert limits == {limit.name for limit in Limit if limit is not Limit.CHUNK} | {PRIORITY}
-    assert kinds == set(get_args(Kind)) - {"model_loading", "session", "blocks_returning"}, "which no scheduler knows"
-    assert KINDS.keys() == limits | {LOADING, PLACE, SESSION, RETURNING}
+    assert kinds == set(get_args(Kind)) - {"model_loading", "session", "blocks_returning", "adapter"}, (
+        "which no scheduler knows"
+    )
+    assert KINDS.keys() == limits | {LOADING, PLACE, SESSION, RETURNING, ADAPTER}
 
 
 def test_budgets_of_an_encoder_are_shown_in_positions() -> None:

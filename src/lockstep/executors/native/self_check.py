@@ -104,7 +104,8 @@ def _pass(library: NativeLibrary, config: ModelConfig, storage: str, adapter_ran
         else:
             adapters = None
             if adapter_rank:
-                forward.load_adapter(1, _adapter(program, adapter_rank))
+                adapter = _adapter(program, adapter_rank)  # its memory must stay until the pass is over
+                forward.load_adapter(1, adapter)
                 adapters = (rows % 2).astype(np.int32)
             forward.step(token_ids, plan, cache, rows[:0], states=_states(program), adapters=adapters)
             forward.logits(rows, result)
