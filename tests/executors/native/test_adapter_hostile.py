@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -153,3 +154,13 @@ def test_random_fields_are_refused_or_harmless(forward: Forward, program: Progra
             forward.load_adapter(1, PackedAdapter(tuple(targets), adapter.memory))
             step(forward, program, [0, 1])
             forward.unload_adapter(1)
+
+
+def test_the_memory_of_an_adapter_stays_until_it_is_unloaded(forward: Forward, program: Program) -> None:
+    adapter = packed(program)
+    memory = weakref.ref(adapter.memory)
+    forward.load_adapter(1, adapter)
+    del adapter
+    assert memory() is not None
+    forward.unload_adapter(1)
+    assert memory() is None

@@ -91,6 +91,7 @@ class Forward:
         self._free.restype = None
         self._hidden_size = config.hidden_size
         self._weights = program.weights  # the library reads them in place
+        self._adapters: dict[int, PackedAdapter] = {}  # these, too
         ops = np.array([tuple(op) for op in program.ops], _OPS)
         weights = np.array(
             [
@@ -174,7 +175,7 @@ class Forward:
         return out
 
     def load_adapter(self, slot: int, adapter: PackedAdapter) -> None:
-        """Fill an empty slot. The adapter's memory is read in place until the slot is empty."""
+        """Fill an empty slot. The adapter's memory is read in place and kept until the slot is empty."""
         targets = np.array(
             [
                 (*each[:5], 0, each.a.ctypes.data, each.b.ctypes.data, each.a.nbytes, each.b.nbytes)
@@ -183,10 +184,12 @@ class Forward:
             _ADAPTER_WEIGHTS,
         )  # fmt: skip
         self._call("load_adapter", self._handle, ctypes.c_int64(slot), pointer(targets), ctypes.c_int64(len(targets)))
+        self._adapters[slot] = adapter
 
     def unload_adapter(self, slot: int) -> None:
         """Empty a slot."""
         self._call("unload_adapter", self._handle, ctypes.c_int64(slot))
+        del self._adapters[slot]
 
     def _call(self, name: str, *arguments: Any) -> None:
         wrong = self._functions[name](*arguments)
@@ -198,6 +201,7 @@ class Forward:
         if self._handle:
             self._free(self._handle)
             self._handle = ctypes.c_void_p()
+            self._adapters.clear()
 
 
 def _delta_shape(program: Program) -> tuple[int, ...]:
