@@ -66,7 +66,7 @@ def _first(odds: dict[int, tuple[int, int]], total: int) -> dict[int, int]:
 def test_no_drafts_where_rows_cost_as_much_as_they_may_give() -> None:
     linear = (Price(1, 1000), Price(2, 2000))
     assert draft_counts(linear, 1, {0: (ONE - 1, 5)}) == {}
-    assert draft_counts(FLAT_PRICES, 32, {seq_id: (50, 5) for seq_id in range(32)}) != {}, "rows cost nothing"
+    assert draft_counts(FLAT_PRICES, 32, dict.fromkeys(range(32), (50, 5))) != {}, "rows cost nothing"
 
 
 def test_likelier_sequences_get_more_drafts() -> None:

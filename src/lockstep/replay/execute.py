@@ -18,7 +18,7 @@ from lockstep.core.groups import ContentKey, content_key, contents_of_chain
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
-from lockstep.engine.drafter import Drafts
+from lockstep.engine.drafter import Drafts, Speculator
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model
@@ -138,17 +138,28 @@ class _Listener:
 
 
 class _RecordedDrafts:
-    """`Drafter` of the executing engine: proposes the recorded drafts."""
+    """`Drafter` of the executing engine: decides the drafts again, and compares them with the recorded ones.
 
-    def __init__(self) -> None:
+    Args:
+        execution: the execution, whose engine has the configuration and the prices.
+    """
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        self._speculator = Speculator.of(execution.engine.speculation)
         self.next: Drafts = {}
-        """Drafts of the next step."""
+        """Recorded drafts of the next step."""
 
     def propose(self, generations: Iterable[Generation]) -> Drafts:
-        drafts, self.next = self.next, {}
-        return drafts
+        recorded, self.next = self.next, {}
+        computed = {seq_id: tuple(tokens) for seq_id, tokens in self._speculator.propose(generations).items()}
+        if computed != recorded:
+            what = f"the recorded drafts are {recorded}; here they are {computed}"
+            raise DivergedError(self._execution.engine.number, self._execution.num_steps, what)
+        return recorded
 
-    def ended(self, generation: Generation) -> None: ...
+    def ended(self, generation: Generation) -> None:
+        self._speculator.ended(generation)
 
 
 class _Engine:
@@ -157,7 +168,7 @@ class _Engine:
     def __init__(self, model: LoadedModel, execution: Execution) -> None:
         self._hook = _Listener()
         self._plans: deque[StepPlan] = deque()
-        self._drafter = _RecordedDrafts()
+        self._drafter = _RecordedDrafts(execution) if execution.engine.speculation else None
         self._engine = Engine(
             model,
             execution.engine.config,
@@ -199,6 +210,8 @@ class _Engine:
                 self._named[named.seq_id] = named.contents
             case AppliedCommand(_, Proposed() as proposed):
                 ids = [seq_id for seq_id, _ in proposed.drafts]
+                if self._drafter is None or len(ids) != len(proposed.tokens):
+                    self._differ("the recording has drafts, but not how they are decided or their tokens")
                 self._drafter.next = dict(zip(ids, proposed.tokens, strict=True))
             case AppliedCommand(_, Filled() as filled):
                 self._engine.drain()
