@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -18,7 +18,7 @@ from lockstep.core.groups import ContentKey, content_key, contents_of_chain
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
-from lockstep.engine.drafter import Drafts, Speculator
+from lockstep.engine.drafter import Drafts
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model
@@ -30,6 +30,7 @@ from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Playback
+from lockstep.replay.recorded_drafts import RecordedDrafts
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, apply_to_cache
 from lockstep.replay.trace import Trace
 from lockstep.replay.verify_report import DivergedError
@@ -137,38 +138,13 @@ class _Listener:
         return rows
 
 
-class _RecordedDrafts:
-    """`Drafter` of the executing engine: decides the drafts again, and compares them with the recorded ones.
-
-    Args:
-        execution: the execution, whose engine has the configuration and the prices.
-    """
-
-    def __init__(self, execution: Execution) -> None:
-        self._execution = execution
-        self._speculator = Speculator.of(execution.engine.speculation)
-        self.next: Drafts = {}
-        """Recorded drafts of the next step."""
-
-    def propose(self, generations: Iterable[Generation]) -> Drafts:
-        recorded, self.next = self.next, {}
-        computed = {seq_id: tuple(tokens) for seq_id, tokens in self._speculator.propose(generations).items()}
-        if computed != recorded:
-            what = f"the recorded drafts are {recorded}; here they are {computed}"
-            raise DivergedError(self._execution.engine.number, self._execution.num_steps, what)
-        return recorded
-
-    def ended(self, generation: Generation) -> None:
-        self._speculator.ended(generation)
-
-
 class _Engine:
     """The executing engine, driven by one engine's recording."""
 
     def __init__(self, model: LoadedModel, execution: Execution) -> None:
         self._hook = _Listener()
         self._plans: deque[StepPlan] = deque()
-        self._drafter = _RecordedDrafts(execution) if execution.engine.speculation else None
+        self._drafter = RecordedDrafts(execution.engine) if execution.engine.speculation else None
         self._engine = Engine(
             model,
             execution.engine.config,
@@ -209,10 +185,9 @@ class _Engine:
             case AppliedCommand(_, Named() as named):  # this engine names the same blocks when it reaches that step
                 self._named[named.seq_id] = named.contents
             case AppliedCommand(_, Proposed() as proposed):
-                ids = [seq_id for seq_id, _ in proposed.drafts]
-                if self._drafter is None or len(ids) != len(proposed.tokens):
-                    self._differ("the recording has drafts, but not how they are decided or their tokens")
-                self._drafter.next = dict(zip(ids, proposed.tokens, strict=True))
+                if self._drafter is None:
+                    self._differ("the recording has drafts, but no configuration of them")
+                self._drafter.take(proposed)
             case AppliedCommand(_, Filled() as filled):
                 self._engine.drain()
                 self._learn_answers()
