@@ -209,7 +209,7 @@ def test_the_header_of_a_file_has_the_run_and_number_of_its_name(tmp_path: Path)
     [frame] = read_frames(path)
     first = next(ChunkReader(STEPS).read(frame.data))
     assert isinstance(first, Header)
-    assert first.schema == 12
+    assert first.schema == 14
     assert path.name == f"{first.run}-{first.file:06}.lstrace"
 
 
