@@ -7,7 +7,8 @@ A model with random weights repeats nothing, so the answers are given: each step
 logit of the next token of the given answer becomes the greatest. So the price of every row is the model's, and the
 acceptance is that of the texts. Every request has its own cache salt, so that drafts come from its prompt and its own
 answer only. Rounds with and without drafts alternate; ratios are of one round, with their median, least and greatest.
-All answers are compared with the given ones.
+The ratio of tokens per second of processor time depends less on other load. All answers are compared with the given
+ones.
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ class Result(NamedTuple):
     """One round of one side."""
 
     tokens_per_s: float
+    tokens_per_cpu_s: float
     num_drafts: int
     num_accepted: int
 
@@ -191,9 +193,9 @@ class Bench:
             engine.step()
             num_before = sum(generation.num_output > 0 for generation in engine._requests.generations.values())
         done = sum(generation.num_output for generation in engine._requests.generations.values())
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         engine.run_until_idle()
-        elapsed_s = time.perf_counter() - begin_s
+        elapsed_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         total = 0
         for request_id, (_, answer) in zip(ids, cases, strict=True):
             output = engine.result(request_id)
@@ -203,6 +205,7 @@ class Bench:
         counters = engine.metrics().counters
         return Result(
             (total - done) / elapsed_s,
+            (total - done) / cpu_s,
             counters.get("spec_decode_num_draft_tokens", 0),
             counters.get("spec_decode_num_accepted_tokens", 0),
         )
@@ -228,7 +231,8 @@ def main() -> None:
 
     bench = Bench(model, config, SpeculativeConfig.parse(args.config))
     print("step, us by rows:", " ".join(f"{rows}: {duration}" for rows, duration in bench.prices))
-    print(f"{'workload':<12} {'at once':>7} {'plain tok/s':>11} {'ratio':>6} {'least':>6} {'most':>6} {'accepted':>9}")
+    heads = (*("workload", "at once", "plain tok/s"), *("ratio", "least", "most") * 2, "accepted")
+    print("{:<12}{:>8}{:>12}{:>7}{:>7}{:>7}{:>12}{:>7}{:>7}  {}".format(*heads[:6], "CPU ratio", *heads[7:]))
     for name in args.workload:
         for at_once in args.at_once:
             rounds = []
@@ -243,13 +247,14 @@ def main() -> None:
                 sides = {drafts: bench.run(cases, f"{name} {number} {drafts}", drafts=drafts) for drafts in order}
                 rounds.append((sides[False], sides[True]))
             ratios = [drafting.tokens_per_s / plain.tokens_per_s for plain, drafting in rounds]
+            of_cpu = [drafting.tokens_per_cpu_s / plain.tokens_per_cpu_s for plain, drafting in rounds]
             plain_rate = statistics.median(plain.tokens_per_s for plain, _ in rounds)
             drafted = sum(drafting.num_drafts for _, drafting in rounds)
             accepted = sum(drafting.num_accepted for _, drafting in rounds)
             share = f"{accepted / drafted:.0%} of {drafted}" if drafted else "no drafts"
             print(
-                f"{name:<12} {at_once:>7} {plain_rate:>11.1f} {statistics.median(ratios):>6.2f} {min(ratios):>6.2f} "
-                f"{max(ratios):>6.2f} {share:>12}",
+                f"{name:<12}{at_once:>8}{plain_rate:>12.1f}{statistics.median(ratios):>7.2f}{min(ratios):>7.2f}"
+                f"{max(ratios):>7.2f}{statistics.median(of_cpu):>12.2f}{min(of_cpu):>7.2f}{max(of_cpu):>7.2f}  {share}",
                 flush=True,
             )
 

@@ -31,6 +31,7 @@ from lockstep.cluster.manifest_keys import RESOURCES, SAMPLING_KEYS, SESSIONS, e
 from lockstep.cluster.manifest_routing import DISPATCH, ROUTING
 from lockstep.core.balancer import RoutingPolicy
 from lockstep.engine.options import EngineOptions
+from lockstep.engine.speculative_config import SpeculativeConfig
 from lockstep.errors import ManifestError, Problem
 from lockstep.executors.stub import StubOptions
 from tests.cluster.manifests import manifests
@@ -324,3 +325,23 @@ def test_the_document_names_every_key_and_its_example_is_right() -> None:
     example, _, hosts = re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)
     assert parse(example).routing is not None
     assert parse(example + hosts).hosts is not None
+
+
+@pytest.mark.parametrize(
+    "written", ["{method: suffix, num_speculative_tokens: 4}", '\'{"method": "suffix", "num_speculative_tokens": 4}\'']
+)
+def test_speculation_is_a_block_or_json_and_is_written_as_a_block(written: str) -> None:
+    text = f"cluster: c\nmodels:\n  a:\n    source: pocket://\n    engine:\n      speculative_config: {written}\n"
+    manifest = parse(text)
+    config = SpeculativeConfig.parse(str(manifest.entries[0].engine["speculative_config"]))
+    assert (config.method, config.num_speculative_tokens) == ("suffix", 4)
+    assert "method: suffix" in dump(manifest)
+    assert parse(dump(manifest)) == manifest
+
+
+@pytest.mark.parametrize("written", ["suffix", "[suffix]", "{method: eagle}", "{method: ngram, model: a}", "true"])
+def test_other_speculation_is_a_fault_of_its_line(written: str) -> None:
+    text = f"cluster: c\nmodels:\n  a:\n    source: pocket://\n    engine:\n      speculative_config: {written}\n"
+    with pytest.raises(ManifestError) as caught:
+        parse(text)
+    assert [problem.line for problem in caught.value.problems] == [6]

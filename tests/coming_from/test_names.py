@@ -20,7 +20,8 @@ from lockstep.cli.main import command_of, invoke
 from lockstep.cluster import snapshot
 from lockstep.cluster.manifest_file import dump, parse
 from lockstep.core.policy import SchedulerConfig
-from lockstep.errors import ManifestError
+from lockstep.engine.speculative_config import SpeculativeConfig
+from lockstep.errors import ConfigError, ManifestError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.release.observation import NAMES
 from lockstep.replay.configs import parse_value
@@ -271,8 +272,9 @@ def test_what_is_not_available_yet_is_not_there() -> None:
     assert "`rollouts:`" in missing
     with pytest.raises(ManifestError, match="rollouts"):
         parse(SUPPORT + "rollouts: []\n")
-    assert "speculative decoding" in missing
-    assert not [name for name in dir(SchedulerConfig) if "specul" in name or "draft" in name]
+    assert "speculative decoding with a draft model" in missing
+    with pytest.raises(ConfigError, match="draft_model"):
+        SpeculativeConfig.of({"method": "draft_model"})
 
 
 def test_no_table_of_the_page_is_left_out() -> None:

@@ -114,7 +114,7 @@ def test_a_rejection_at_any_draft_leaves_the_state_of_plain_decoding(
 
 def decisions(loop: Drafting) -> list[tuple[object, ...]]:
     """Each step without its drafts, and without the numbers of blocks, which are others."""
-    found = []
+    found: list[tuple[object, ...]] = []
     for plan, events in zip(loop.plans, loop.events, strict=True):
         drafts = plan.drafts or (0,) * len(plan.lengths)
         plain = tuple(length - count for length, count in zip(plan.lengths, drafts, strict=True))

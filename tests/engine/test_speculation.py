@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from lockstep.engine.speculative_config import SpeculativeConfig
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from tests.engine.conftest import Pocket
+from tests.engine.hybrid_engines import Answer, answers, hybrid_engine, request, text, write_hybrid
 
 TEXT = "Order 66-12: two blue lamps, one blue chair.\nThe order again, word by word: Order 66-12: two blue lamps,"
 SCHEMA = Constraint.json_schema(
@@ -108,9 +110,9 @@ class Served:
         engine = self.engine
         engine.scheduler.follow_contents()
         ids = []
-        for request in requests:
+        for each in requests:
             outputs: list[TokenOutput] = []
-            request_id = engine.submit(request, outputs.append)
+            request_id = engine.submit(each, outputs.append)
             self.outputs[request_id] = outputs
             ids.append(request_id)
         while engine.has_work:
@@ -164,7 +166,7 @@ def test_answers_alone_are_those_of_plain_decoding(
         assert served.serve([request_of(kind)]) == [plain[1][kind]], kind
     assert served.news == plain[0].news
     assert (served.num_accepted > 0) == (wrong_at != 0)
-    assert known.num_ended == sum(len(each[-1].request.completions) for each in served.outputs.values())  # type: ignore[union-attr]  # the last has it
+    assert known.num_ended == len(whole_answers(served))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -248,3 +250,33 @@ def test_invalid_logits_of_a_draft_fail_the_request_like_those_of_a_step(
     assert outputs[-1].error is not None
     assert served.engine.scheduler.num_held_blocks == 0
     assert sum(sum(result.num_tokens) for _, result, _ in served.steps) == 9
+
+
+def test_models_with_windows_have_the_same_answers_and_reuse_the_same_blocks(tmp_path: Path) -> None:
+    """Two turns of conversations, alone and together."""
+    draw = random.Random(3)
+    heads = [text(draw, 40 + 30 * number) for number in range(3)]
+
+    def turns(engine: Engine) -> list[tuple[Answer, int]]:
+        seen: list[tuple[Answer, int]] = []
+        prompts = heads
+        for _ in range(2):
+            found = [*answers(engine, [request(prompts[0])]), *answers(engine, [request(each) for each in prompts[1:]])]
+            seen += [(answer, answer.num_cached_tokens) for answer in found]
+            prompts = [(*prompt, *answer.tokens, 7) for prompt, answer in zip(prompts, found, strict=True)]
+        return seen
+
+    with hybrid_engine(write_hybrid(tmp_path, "tiny-gemma3")) as engine:
+        assert len(engine.config.groups) > 1
+        assert engine.config.allows_drafts
+        expected = turns(engine)
+        known: dict[tuple[Sequence[int], int], Sequence[int]] = {}
+        for prompt, (answer, _) in zip(heads, expected, strict=False):
+            known[prompt, 0] = answer.tokens
+            known[(*prompt, *answer.tokens, 7), 0] = ()
+        for key, (answer, _) in zip([*known][1::2], expected[3:], strict=True):
+            known[key] = answer.tokens
+        drafting = Engine(engine.model, engine.config, drafter=Known(known, 1, -1))
+        drafting.scheduler.reset_prefix_cache()
+        assert turns(drafting) == expected
+        assert drafting.metrics().counters["spec_decode_num_accepted_tokens"] > 0

@@ -31,7 +31,7 @@ def test_members_have_the_names_of_vllm() -> None:
     ],
 )
 def test_other_values_are_rejected_by_name(text: str, shown: str) -> None:
-    with pytest.raises(ConfigError, match="speculative_config|num_speculative|prompt_lookup|method") as caught:
+    with pytest.raises(ConfigError, match=r"speculative_config|num_speculative|prompt_lookup|method") as caught:
         SpeculativeConfig.parse(text)
     assert shown in str(caught.value)
     with pytest.raises(ConfigError):

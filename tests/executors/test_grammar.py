@@ -213,3 +213,29 @@ def test_work_that_takes_too_long_is_left_and_keeps_its_place() -> None:
     gate.set()
     assert stack.run(lambda: 2, 10.0) == 2
     assert threading.stack_size() == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "constraint",
+    [Constraint.json_schema(SCHEMA), Constraint.choice(["abcabc", "abcd", "x"]), Constraint.regex("(ab|ba){2,4}")],
+    ids=["schema", "choice", "regex"],
+)
+def test_guesses_are_permitted_up_to_the_first_token_that_may_not_come(family: str, constraint: Constraint) -> None:
+    """And looking at them changes nothing."""
+    compiler = compiler_of(family)
+    for seed in range(6):
+        (grammar,), (twin,), (steps,) = (compiler.build(constraint) for _ in range(3))
+        rng = random.Random(seed)
+        tokens = walk(family, steps, seed, room=0, most=12)
+        for place, token in enumerate(tokens):
+            assert grammar.num_permitted(tokens[place:]) == len(tokens) - place
+            allowed = ids_of(twin.allowed())
+            wrong = rng.choice([each for each in range(300) if each not in allowed])
+            assert grammar.num_permitted([wrong, *tokens[place:]]) == 0
+            assert grammar.num_permitted([token, wrong]) <= 2
+            assert grammar.num_permitted([1 << 20, token]) == 0
+            assert ids_of(grammar.allowed()) == allowed
+            assert grammar.accept(token, 0) == twin.accept(token, 0) == []
+        if grammar.is_complete:
+            assert grammar.num_permitted([tokens[0]]) == 0

@@ -109,7 +109,7 @@ def test_a_changed_number_of_drafts_is_a_difference(folders: tuple[Path, Path], 
 
 
 def test_a_wrong_recorded_draft_is_a_difference_for_execution(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """An accepted draft with another token is rejected here, so the next step differs."""
+    """Drafts are decided again."""
     [path] = files_of(folders[1])
     copied = tmp_path / path.name
     copied.write_bytes(path.read_bytes())
@@ -123,6 +123,7 @@ def test_a_wrong_recorded_draft_is_a_difference_for_execution(folders: tuple[Pat
     rewrite_entries(copied, change)
     [execution] = execute(open_trace(copied), "pocket://")
     assert execution.diverged is not None
+    assert "drafts" in execution.diverged.what
 
 
 def test_the_difference_to_plain_decoding_is_in_steps_and_in_no_token(folders: tuple[Path, Path]) -> None:

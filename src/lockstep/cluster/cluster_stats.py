@@ -143,8 +143,9 @@ def stats_of(
 
 def _counts(snapshot: MetricsSnapshot) -> Counts:
     histogram = snapshot.histograms.get(TTFT)
-    counters = [snapshot.counters.get(name, 0) for name in COUNTERS]
-    return Counts(*counters, ttft=() if histogram is None else tuple(histogram.counts))
+    tokens, prompts, queries, hits, drafts, accepted = (snapshot.counters.get(name, 0) for name in COUNTERS)
+    ttft = () if histogram is None else tuple(histogram.counts)
+    return Counts(tokens, prompts, queries, hits, drafts, accepted, ttft)
 
 
 def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, elapsed_s: float | None) -> EngineStats:

@@ -13,7 +13,7 @@ ONE = 1 << 10
 """A probability of 1."""
 MARGIN_PERCENT = 4
 """Drafts must be expected to give at least this many percent more tokens in a time."""
-FIRST_ODDS = (256, 384, 640, 768)
+FIRST_ODDS = (128, 256, 512, 704)
 """Assumed acceptance of a draft after 1, 2, 3, and 4 or more matching tokens, until it was seen."""
 _WEIGHT = 3
 """An observation counts as 1 / 2**3 of the acceptance."""

@@ -2,8 +2,8 @@
 
 A guess is a pure function of token ids. It never affects an answer, only how many tokens a step may give.
 
-Both methods scan arrays instead of keeping a tree of suffixes: a scan of 65,536 tokens takes some 20 microseconds, needs
-no memory beyond the tokens, and finds the same longest match.
+Both methods scan arrays instead of keeping a tree of suffixes: a scan of 65,536 tokens takes some 20 microseconds,
+needs no memory beyond the tokens, and finds the same longest match.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MAX_MATCHES = 1024
 MAX_CORPUS_TOKENS = 1 << 16
 """Maximum number of tokens of earlier answers that are kept for each cache salt."""
 MAX_CORPORA = 64
-"""Maximum number of cache salts whose answers are kept, the most recently used ones: 16 MiB with `MAX_CORPUS_TOKENS`."""
+"""Maximum number of cache salts whose answers are kept, the most recently used ones; with `MAX_CORPUS_TOKENS` each they
+take 16 MiB."""
 NUM_LEAD_TOKENS = 8
 """Number of tokens before an answer that are kept with it, so that its first tokens can be guessed."""
 

@@ -6,6 +6,7 @@ result is an input of later decisions and is recorded. It affects no token.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from math import inf
 
@@ -19,10 +20,10 @@ from lockstep.engine.draft_counts import FLAT_PRICES, Price
 from lockstep.engine.drafter import Speculator
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.speculative_config import SpeculativeConfig
-from lockstep.errors import ConfigError
 from lockstep.executors.base import Executor, SequenceObserver, StepBatch
 from lockstep.system import SYSTEM
 
+log = logging.getLogger(__name__)
 NUM_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows that are measured, as far as the limits of a step allow."""
 NUM_CONTEXT_TOKENS = 32
@@ -36,21 +37,16 @@ MAX_MEASURING_S = 5.0
 def speculator_for(
     model: LoadedModel, config: SchedulerConfig, text: str | None, now_s: Callable[[], float] = SYSTEM.now_s
 ) -> Speculator | None:
-    """The drafter of an engine.
+    """The drafter of an engine; None: it has none, as without the option, or for a model that cannot have drafts.
 
     Args:
         text: the `SpeculativeConfig` as JSON; None: there are no drafts.
-
-    Raises:
-        ConfigError: the model cannot have drafts.
     """
     if text is None or model.task != "generate":
         return None
     if not config.allows_drafts:
-        raise ConfigError(
-            f"speculative_config: model {model.name!r} has recurrent layers, whose states cannot take tokens back; "
-            "omit the option"
-        )
+        log.warning("%s has recurrent layers, whose states cannot take tokens back, so it gets no drafts", model.name)
+        return None
     return Speculator(SpeculativeConfig.parse(text), measured_prices(model.executor, config, now_s))
 
 

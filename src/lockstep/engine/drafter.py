@@ -11,6 +11,7 @@ from lockstep.engine.draft_counts import Acceptance, Price, draft_counts
 from lockstep.engine.draft_methods import AnswerCorpora, Guess, TokenBuffer, ngram_guess, suffix_guess
 from lockstep.engine.generation import Generation
 from lockstep.engine.speculative_config import SpeculativeConfig
+from lockstep.errors import ConfigError, RequestFailedError, TraceError
 
 Drafts = Mapping[int, Sequence[int]]
 """Sequence id to its drafts."""
@@ -56,6 +57,19 @@ class Speculator:
         self.prices = tuple(prices)
         self._tracks: dict[int, _Track] = {}
         self._corpora = AnswerCorpora()
+
+    @classmethod
+    def of(cls, text: str) -> Speculator:
+        """A speculator that decides like the one whose `text` this is.
+
+        Raises:
+            TraceError: it is no such text.
+        """
+        try:
+            facts = json.loads(text)
+            return cls(SpeculativeConfig.of(facts["config"]), [Price(*price) for price in facts["step_us"]])
+        except (ValueError, KeyError, TypeError, ConfigError) as error:
+            raise TraceError(f"the recording has no valid configuration of drafts: {error!r}") from error
 
     def text(self) -> str:
         """Configuration and prices as JSON, for recordings."""
@@ -111,7 +125,11 @@ class Speculator:
 
 
 def _permitted(generation: Generation, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Cut the drafts before the first one that the sequence's grammar forbids."""
+    """Cut the drafts before the first one that the sequence's grammar forbids. A grammar that fails here permits none,
+    and fails the request when the next token is sampled."""
     if generation.grammar is None:
         return tokens
-    return tokens[: generation.grammar.num_permitted(tokens)]
+    try:
+        return tokens[: generation.grammar.num_permitted(tokens)]
+    except RequestFailedError:
+        return ()

@@ -84,7 +84,8 @@ class Grammar:
         return self._look_ahead(room)
 
     def num_permitted(self, tokens: Sequence[int]) -> int:
-        """Number of first tokens of a guess that may come next, one after the other. Changes nothing.
+        """Number of first tokens of a guess that may come next, one after the other. Changes nothing: it uses a
+        copy, since a token outside of the vocabulary would end the parser.
 
         Raises:
             RequestFailedError: the grammar failed.
@@ -92,7 +93,7 @@ class Grammar:
         if self.is_complete:
             return 0
         try:
-            return int(self._matcher.validate_tokens([*tokens]))
+            return max(0, int(self._matcher.deep_copy().validate_tokens([*tokens])))
         except BaseException as error:
             raise _failure(error) from None
 
@@ -178,7 +179,7 @@ class ChoiceGrammar:
             return 0
         try:
             with self._copy_after(self._taken) as copy:
-                return int(copy.validate_tokens([*tokens]))
+                return max(0, int(copy.deep_copy().validate_tokens([*tokens])))
         except BaseException as error:
             raise _failure(error) from None
 

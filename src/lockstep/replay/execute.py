@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -32,6 +32,7 @@ from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Playback
 from lockstep.replay.recorded_adapters import recorded_adapters
+from lockstep.replay.recorded_drafts import RecordedDrafts
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, apply_to_cache
 from lockstep.replay.trace import Trace
 from lockstep.replay.verify_report import DivergedError
@@ -139,27 +140,13 @@ class _Listener:
         return rows
 
 
-class _RecordedDrafts:
-    """`Drafter` of the executing engine: proposes the recorded drafts."""
-
-    def __init__(self) -> None:
-        self.next: Drafts = {}
-        """Drafts of the next step."""
-
-    def propose(self, generations: Iterable[Generation]) -> Drafts:
-        drafts, self.next = self.next, {}
-        return drafts
-
-    def ended(self, generation: Generation) -> None: ...
-
-
 class _Engine:
     """The executing engine, driven by one engine's recording."""
 
     def __init__(self, model: LoadedModel, execution: Execution, adapters: Mapping[int, Adapter]) -> None:
         self._hook = _Listener()
         self._plans: deque[StepPlan] = deque()
-        self._drafter = _RecordedDrafts()
+        self._drafter = RecordedDrafts(execution.engine) if execution.engine.speculation else None
         self._engine = Engine(
             model,
             execution.engine.config,
@@ -202,8 +189,9 @@ class _Engine:
             case AppliedCommand(_, Named() as named):  # this engine names the same blocks when it reaches that step
                 self._named[named.seq_id] = named.contents
             case AppliedCommand(_, Proposed() as proposed):
-                ids = [seq_id for seq_id, _ in proposed.drafts]
-                self._drafter.next = dict(zip(ids, proposed.tokens, strict=True))
+                if self._drafter is None:
+                    self._differ("the recording has drafts, but no configuration of them")
+                self._drafter.take(proposed)
             case AppliedCommand(_, Filled() as filled):
                 self._engine.drain()
                 self._learn_answers()

@@ -160,7 +160,7 @@ def facts(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> dict[str, Any]
 def engine_facts(found: EngineDiff) -> dict[str, Any]:
     """Difference of one engine in two recordings as an object."""
     diff = found.diff
-    described = {
+    described: dict[str, Any] = {
         "engine": found.engine,
         "name_a": found.name_a or None,
         "name_b": found.name_b or None,

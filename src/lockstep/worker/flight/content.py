@@ -18,6 +18,7 @@ any tokens. A recording with content also contains what is needed to compute it 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import struct
 from collections.abc import Callable, Sequence
@@ -33,11 +34,13 @@ from lockstep.core.request import FinishReason
 from lockstep.core.step import StepResult
 from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.request import Conversation, GenerationRequest
-from lockstep.errors import TraceError
+from lockstep.errors import TraceError, UsageError
 from lockstep.worker.flight.folder import TEXT_SUFFIX, FolderManifest, Listed, State, digest_of
+from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import TokenizerPayload
 from lockstep.worker.wire import request_decoder, request_encoder
 
+log = logging.getLogger(__name__)
 DIGEST_BYTES = 8
 MAX_TEXT_BYTES = 1 << 28
 """Maximum size of a vocabulary with its template, decompressed. The largest known ones have about 30 MB."""
@@ -104,6 +107,15 @@ class Numbers(Generic[Key]):
     def end_forgetting(self) -> None:
         assert self._kept is not None, "`forget_others` was called before"
         self._numbers, self._kept = self._kept, None
+
+
+def secret_of(options: TraceOptions) -> bytes:
+    """Operator's secret; empty: there is none, or the file can no longer be read."""
+    try:
+        return options.secret()
+    except UsageError as error:
+        log.warning("%s; the recording uses a random key, so it cannot be compared with others", error)
+        return b""
 
 
 def parameters_as_bytes(request: GenerationRequest) -> bytes:

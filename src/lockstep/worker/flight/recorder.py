@@ -24,13 +24,13 @@ from lockstep.core.step import StepResult
 from lockstep.engine.drafter import Drafts
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
-from lockstep.errors import UsageError
 from lockstep.system import SYSTEM, System
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.content import (
     Digests,
     Numbers,
     encode_request,
+    secret_of,
     text_path,
     tokens_of,
     vector_of,
@@ -90,7 +90,7 @@ class Recorder:
     def __init__(self, options: TraceOptions, turns: DeviceScheduler, system: System = SYSTEM) -> None:
         self.has_content = options.has_content
         self._options = options
-        self.digests = Digests(_secret_of(options))
+        self.digests = Digests(secret_of(options))
         self._writer = RecordingWriter(options, SUFFIX, self.digests.key_name, system)
         self._files, self.chunk = self._writer.files, self._writer.chunk
         self._now_s = system.now_s
@@ -428,10 +428,9 @@ class EngineRecorder:
 
     @guarded
     def proposed(self, drafts: Mapping[int, int], step: int) -> None:
-        tokens, self._drafted = self._drafted, {}
         if self._records():
-            shown = tuple([tuple(tokens.get(seq_id, ())) for seq_id in drafts]) if self._recorder.has_content else ()
-            self._put(Proposed(self.number, step, tuple(drafts.items()), shown))
+            content = [tuple(self._drafted[seq_id]) for seq_id in drafts] if self._recorder.has_content else []
+            self._put(Proposed(self.number, step, tuple(drafts.items()), tuple(content)))
 
     @guarded
     def joined(self, generation: Generation, waited_s: float) -> None:
@@ -493,15 +492,6 @@ class EngineRecorder:
 
     def _put(self, entry: Entry) -> None:
         self._recorder.chunk.put(entry)
-
-
-def _secret_of(options: TraceOptions) -> bytes:
-    """Operator's secret; empty: there is none, or the file can no longer be read."""
-    try:
-        return options.secret()
-    except UsageError as error:
-        log.warning("%s; the recording uses a random key, so it cannot be compared with others", error)
-        return b""
 
 
 def _ms(seconds: float | None) -> int | None:
