@@ -209,7 +209,7 @@ async def test_adapters_are_added_to_a_manifest_at_runtime(folder: Path) -> None
         assert parse(cluster.manifest_text()).entry("third").adapter == str(folder / "third")
         for name, base, error in (
             ("fourth", "router", InvalidParameterError),  # has no room for adapters
-            ("fourth", "nobody", ModelNotFoundError),
+            ("fourth", "unknown", ModelNotFoundError),
             ("plain", None, InvalidParameterError),
             ("two words", None, InvalidParameterError),
         ):

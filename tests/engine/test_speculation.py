@@ -64,7 +64,7 @@ def request_of(kind: str) -> GenerationRequest:
 
 
 class Known:
-    """A drafter that knows the answers, and makes a draft wrong at a place."""
+    """A drafter with the answers, which makes a draft wrong at a place."""
 
     def __init__(self, answers: Mapping[tuple[Sequence[int], int], Sequence[int]], seed: int, wrong_at: int) -> None:
         self._answers = answers

@@ -21,7 +21,7 @@ ContentNews = tuple[bytes, bool]
 
 
 class AdapterStart(NamedTuple):
-    """Where an adapter begins in a sequence."""
+    """Beginning of an adapter in a sequence."""
 
     position: int
     """Position of the first token that is computed with the adapter; all tokens after it are as well."""

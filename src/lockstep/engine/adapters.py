@@ -28,7 +28,7 @@ OpenAdapter = Callable[[str, str], Adapter]
 
 @dataclass(frozen=True, slots=True)
 class AdapterSupport:
-    """How a loaded model computes with adapters."""
+    """Executor and base of a loaded model that computes with adapters."""
 
     host: AdapterHost
     open: OpenAdapter
@@ -55,7 +55,7 @@ class AdapterSupport:
 
 
 def start_of(fingerprint: str, invocation_ids: Sequence[int], prompt_ids: Sequence[int]) -> AdapterStart | None:
-    """Where an adapter begins in a prompt: at the last occurrence of its invocation tokens, or at the first token if it
+    """Beginning of an adapter in a prompt: at the last occurrence of its invocation tokens, or at the first token if it
     has none. None: the prompt does not contain them, so that the base model computes everything."""
     wanted = tuple(invocation_ids)
     if not wanted:

@@ -34,7 +34,7 @@ class Drafter(Protocol):
 
 
 class _Track:
-    """What a drafter keeps of one sequence."""
+    """A drafter's record of one sequence."""
 
     __slots__ = ("acceptance", "guess", "num_seen", "tokens")
 
