@@ -10,7 +10,8 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.replay.execute import describe, execute
+from lockstep.replay.execute import execute
+from lockstep.replay.execution import describe
 from lockstep.replay.playback import Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep
 from lockstep.replay.trace import open_trace

@@ -12,7 +12,8 @@ from lockstep.errors import TraceError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.release.recordings import read_recordings
 from lockstep.release.store import open_store
-from lockstep.replay.execute import describe, execute
+from lockstep.replay.execute import execute
+from lockstep.replay.execution import describe
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.entries import RequestDigest

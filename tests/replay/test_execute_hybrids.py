@@ -12,7 +12,8 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.replay.execute import MachineOptions, describe, execute
+from lockstep.replay.execute import MachineOptions, execute
+from lockstep.replay.execution import describe
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.options import TraceOptions

@@ -14,7 +14,8 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.replay.execute import Execution, MachineOptions, describe, execute, facts
+from lockstep.replay.execute import MachineOptions, execute
+from lockstep.replay.execution import Execution, describe, facts
 from lockstep.replay.request_timeline import RequestTimeline
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify

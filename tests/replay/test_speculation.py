@@ -12,7 +12,8 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.release.verdict import Decision
 from lockstep.replay.diff import diff_traces
-from lockstep.replay.execute import describe, execute
+from lockstep.replay.execute import execute
+from lockstep.replay.execution import describe
 from lockstep.replay.playback import Playback
 from lockstep.replay.render.difference import engine_facts, finding_of_engine
 from lockstep.replay.rerun import DecidedStep

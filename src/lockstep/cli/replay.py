@@ -379,6 +379,7 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
 
 def execute_trace(path: Path, given: RecordingFlags, as_json: bool) -> int:
     from lockstep.replay import execute as computing
+    from lockstep.replay.execution import describe, facts
 
     if given.model is None:
         raise UsageError("--execute requires --model SOURCE")
@@ -387,9 +388,9 @@ def execute_trace(path: Path, given: RecordingFlags, as_json: bool) -> int:
     adapters = adapters_of(given.lora_modules)
     trace = open_with_notes(path)
     for execution in computing.execute(trace, given.model, request=given.request, machine=machine, adapters=adapters):
-        engines.append(computing.facts(execution))
+        engines.append(facts(execution))
         if not as_json:
-            print("\n".join(computing.describe(execution)))
+            print("\n".join(describe(execution)))
     if as_json:
         print(json.dumps({"version": VERSION, "engines": engines}, indent=2))
     return 0 if all(engine["identical"] for engine in engines) else 1

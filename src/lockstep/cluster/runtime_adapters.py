@@ -44,8 +44,8 @@ class RuntimeAdapters:
             replaces: whether an adapter of this name is replaced, once its files were found to be valid.
 
         Raises:
-            InvalidParameterError: the name is taken or not valid, several bases are possible, or the sender may not name
-                this path.
+            InvalidParameterError: the name is taken or not valid, several bases are possible, or the sender may not
+                name this path.
             LockstepError: the adapter cannot be used; nothing was changed.
         """
         async with self._lock:
