@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.artifacts.adapter import Adapter, open_adapter
+from lockstep.artifacts.adapter import open_adapter
 from lockstep.artifacts.architectures import ARCHITECTURES
-from lockstep.artifacts.model import Artifact
+from lockstep.artifacts.model import Adapter, Artifact
 from lockstep.artifacts.source import open_artifact
 from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError

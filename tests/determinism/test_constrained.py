@@ -167,7 +167,7 @@ def test_greedy_and_seeded_documents_differ(expected: Mapping[str, Run]) -> None
 def test_computing_forced_tokens_one_by_one_changes_no_bit(
     subject: Subject, expected: Mapping[str, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forget_segments(seq: Sequence, num_tokens: int) -> None:
+    def forget_segments(seq: Sequence, num_tokens: int, *_: object) -> None:
         seq.num_known += num_tokens
 
     monkeypatch.setattr(Sequence, "append", forget_segments)

@@ -6,10 +6,9 @@ ranks are compared with those of the model, and all numbers must be finite, befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from lockstep.artifacts.gguf import canonical_tensors
 from lockstep.artifacts.hub.source import SCHEME, DownloadProgress, HubSource, parse_hub_source
 from lockstep.artifacts.hybrids import KERNELS, huggingface_tensors
 from lockstep.artifacts.layout import expected_tensors, rotate_half_rows, split_fused
-from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, Tensor
+from lockstep.artifacts.model import Adapter, AdapterTarget, Artifact, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import FLOAT_TYPES
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 
@@ -28,37 +27,6 @@ _LAYERS = "model.layers."
 _TILED = ".linear_attn."
 _BRAIN_INFINITY = 0x7F80
 """Exponent bits of a bfloat16; all of them are set in infinity and NaN."""
-
-
-class AdapterTarget(NamedTuple):
-    """The change of one product: y + scale * (x A^T) B^T."""
-
-    a: Tensor
-    """[rank, columns], in F32, F16 or BF16."""
-    b: Tensor
-    """[features, rank]"""
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter on disk that has been opened and checked against its base model."""
-
-    name: str
-    path: Path
-    fingerprint: str
-    """Fingerprint of the content, as 32 hex digits. It does not depend on the path."""
-    rank: int
-    """The largest rank of its products."""
-    scale: float
-    """alpha / rank, or alpha / sqrt(rank) for rank-stabilised adapters. Products may have factors of their own."""
-    targets: Mapping[str, AdapterTarget] = field(repr=False)
-    """Changes by canonical name of the base's tensor, in the order of the base's tensors."""
-    num_bytes: int
-    """Memory of its numbers in 16 bits."""
-    invocation_ids: tuple[int, ...] = ()
-    """Tokens that activate the adapter (aLoRA): it applies from the first token of their last occurrence in the
-    prompt on. Empty: it applies from the first token of a text on."""
 
 
 def open_adapter(

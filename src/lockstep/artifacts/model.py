@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -346,3 +346,34 @@ class Artifact:
     task: Task = "generate"
     embedding: EmbeddingConfig | None = None
     """How the model makes vectors; None: the artifact does not describe it."""
+
+
+class AdapterTarget(NamedTuple):
+    """The change of one product: y + scale * (x A^T) B^T."""
+
+    a: Tensor
+    """[rank, columns], in F32, F16 or BF16."""
+    b: Tensor
+    """[features, rank]"""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter on disk that has been opened and checked against its base model."""
+
+    name: str
+    path: Path
+    fingerprint: str
+    """Fingerprint of the content, as 32 hex digits. It does not depend on the path."""
+    rank: int
+    """The largest rank of its products."""
+    scale: float
+    """alpha / rank, or alpha / sqrt(rank) for rank-stabilised adapters. Products may have factors of their own."""
+    targets: Mapping[str, AdapterTarget] = field(repr=False)
+    """Changes by canonical name of the base's tensor, in the order of the base's tensors."""
+    num_bytes: int
+    """Memory of its numbers in 16 bits."""
+    invocation_ids: tuple[int, ...] = ()
+    """Tokens that activate the adapter (aLoRA): it applies from the first token of their last occurrence in the
+    prompt on. Empty: it applies from the first token of a text on."""

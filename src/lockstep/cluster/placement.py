@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from lockstep.artifacts.adapter import Adapter
+from lockstep.artifacts.model import Adapter
 from lockstep.artifacts.task import Task
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import (

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.artifacts.adapter import Adapter
+from lockstep.artifacts.model import Adapter
 from lockstep.core.prefix import AdapterStart
 from lockstep.engine.generation import LiveRequest
 from lockstep.errors import InvalidParameterError, QueueFullError, UsageError

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
 
-from lockstep.artifacts.adapter import Adapter
+from lockstep.artifacts.model import Adapter
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason

@@ -23,7 +23,7 @@ from lockstep.executors.sampling import SamplerState
 from lockstep.executors.sampling_params import ResolvedSampling
 
 if TYPE_CHECKING:
-    from lockstep.artifacts.adapter import Adapter
+    from lockstep.artifacts.model import Adapter
 
 Sink = Callable[[TokenOutput], None]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from lockstep.artifacts.adapter import Adapter
+from lockstep.artifacts.model import Adapter
 from lockstep.artifacts.task import POOLINGS, Pooling
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import AdapterStart, block_hashes, namespace_of

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.artifacts.adapter import Adapter
+from lockstep.artifacts.model import Adapter
 from lockstep.core.scheduler import Scheduler
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.input_processing import prepare

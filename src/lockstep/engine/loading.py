@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.adapter import Adapter, open_adapter
 from lockstep.artifacts.layout import adapter_bytes
-from lockstep.artifacts.model import Artifact, EmbeddingConfig, TokenizerParts
+from lockstep.artifacts.model import Adapter, Artifact, EmbeddingConfig, TokenizerParts
 from lockstep.artifacts.task import Task
 from lockstep.core.policy import SchedulerConfig, positions_that_fit
 from lockstep.engine.adapters import AdapterSupport, OpenAdapter
@@ -219,6 +218,7 @@ def with_room_for(options: LoadOptions, adapters: Sequence[Adapter]) -> LoadOpti
 
 def adapter_opener(artifact: Artifact, cache_dir: Path) -> OpenAdapter:
     """Return the function that opens adapters of an artifact."""
+    from lockstep.artifacts.adapter import open_adapter
 
     def open_named(name: str, path: str) -> Adapter:
         return replace(open_adapter(path, artifact, cache_dir=cache_dir), name=name)

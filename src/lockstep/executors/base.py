@@ -15,7 +15,7 @@ from lockstep.core.groups import ONE_GROUP, KVGroup
 from lockstep.core.step import StepPlan
 
 if TYPE_CHECKING:
-    from lockstep.artifacts.adapter import Adapter
+    from lockstep.artifacts.model import Adapter
 
 Logits = npt.NDArray[np.float32]
 Blocks = npt.NDArray[np.uint8]

@@ -23,8 +23,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 import numpy as np
 
-from lockstep.artifacts.adapter import Adapter
-from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.model import Adapter, TokenizerParts
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, ExecutorError, UsageError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.option_fields import Range, option_types

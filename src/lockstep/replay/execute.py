@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 from msgspec.structs import replace
 
-from lockstep.artifacts.adapter import Adapter
+from lockstep.artifacts.model import Adapter
 from lockstep.artifacts.source import open_artifact
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.groups import ContentKey, content_key, contents_of_chain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lockstep.artifacts.adapter import Adapter
+from lockstep.artifacts.model import Adapter
 from lockstep.errors import TraceError
 from lockstep.replay.trace import Trace
 from lockstep.worker.flight.entries import EngineEntry, RequestDigest

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace as struct_with
 
-from lockstep.artifacts.adapter import Adapter, AdapterTarget
 from lockstep.artifacts.layout import split_fused
-from lockstep.artifacts.model import Artifact, Encoding, Tensor
+from lockstep.artifacts.model import Adapter, AdapterTarget, Artifact, Encoding, Tensor
 from lockstep.artifacts.tensors import dequantise
 from lockstep.executors.base import Logits
 from lockstep.executors.native.executor import NativeExecutor

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as struct_with
 
-from lockstep.artifacts.adapter import Adapter
+from lockstep.artifacts.model import Adapter
 from lockstep.executors.base import Logits
 from lockstep.executors.native import program
 from lockstep.executors.native.assembly import Assembly

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.adapter import Adapter, AdapterTarget
-from lockstep.artifacts.model import Encoding, Tensor
+from lockstep.artifacts.model import Adapter, AdapterTarget, Encoding, Tensor
 from lockstep.errors import ExecutorError
 from lockstep.executors.native.products import FLOAT_TYPES
 from lockstep.executors.native.weights import Bytes, aligned_bytes

@@ -9,9 +9,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.adapter import Adapter
 from lockstep.artifacts.architectures import ARCHITECTURES
-from lockstep.artifacts.model import Artifact, ModelConfig
+from lockstep.artifacts.model import Adapter, Artifact, ModelConfig
 from lockstep.errors import ExecutorError, InvalidPlanError, UnsupportedArtifactError, UsageError
 from lockstep.executors.base import Geometry, Logits, StepBatch
 from lockstep.executors.kv_layout import BLOCK_TOKENS, KVLayout

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.adapter import Adapter, AdapterTarget
 from lockstep.artifacts.hybrids import KERNELS
 from lockstep.artifacts.layout import expected_tensors
-from lockstep.artifacts.model import DeltaNet, Encoding, ModelConfig, Tensor
+from lockstep.artifacts.model import Adapter, AdapterTarget, DeltaNet, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import BLOCKS
 from lockstep.executors.native.adapters import PackedAdapter, pack_adapter
 from lockstep.executors.native.forward import BLOCK_TOKENS, Forward
