@@ -56,7 +56,7 @@ def test_text_longer_than_any_context_is_rejected_by_its_characters(pocket: Livi
     assert refused.status_code == 400
     error = error_of(refused)
     assert error["code"] == "context_length_exceeded"
-    assert " characters, but the " in error["message"], "nobody counted its tokens"
+    assert " characters, but the " in error["message"], "its tokens were not counted"
 
 
 @pytest.mark.parametrize(("path", "member"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])

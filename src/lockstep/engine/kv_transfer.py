@@ -212,9 +212,10 @@ class KVTransfer:
         self.store.continue_loading()
         if found.missing[first] == (0, 0):
             self._check.count_loaded(each.live, contents[0])
-        taken = zip(found.missing[first : first + len(contents)], contents, strict=True)
-        for group, parts in groupby(taken, key=lambda each: each[0][0]):
-            by_place = {place: content for (_, place), content in parts}
+        taken = enumerate(zip(found.missing[first : first + len(contents)], contents, strict=True))
+        # A run of adjacent places of one group, since `fill` gives blocks to all places from the first to the last.
+        for (group, _), run in groupby(taken, key=lambda each: (each[1][0][0], each[1][0][1] - each[0])):
+            by_place = {place: content for _, ((_, place), content) in run}
             chain = found.chain[: max(by_place) + 1]
             for place, blocks in self._scheduler.fill(chain, min(by_place), group):
                 self._executor.write_blocks(blocks, by_place[place].reshape(len(blocks), -1))
