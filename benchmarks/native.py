@@ -142,6 +142,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads per backend (default: 2)")
     parser.add_argument("--baseline", type=Path, help="another checkout to compare with, for steps")
     parser.add_argument("--peer-python", help="Python interpreter with llama-cpp-python, for steps")
+    parser.add_argument(
+        "--peer-weights-as-stored",
+        action="store_true",
+        help="llama.cpp keeps the file's weights: repacking them can crash",
+    )
     parser.add_argument("--only", default="", help="comma-separated names of steps (default: all)")
     parser.add_argument("--rows", default="1,8,32,128", help="numbers of rows (default: 1,8,32,128)")
     parser.add_argument("--types", default="", help="comma-separated GGUF encodings (default: all)")
@@ -155,7 +160,7 @@ def main() -> None:
     if options.what == "steps":
         if options.model is None:
             parser.error("steps need a GGUF file")
-        backends = backends_of(options.baseline, options.peer_python, options.isa)
+        backends = backends_of(options.baseline, options.peer_python, options.isa, not options.peer_weights_as_stored)
         names = [name for name in options.only.split(",") if name]
         return run_in_turns(backends, options.model, options.threads, options.turns, names)
     library = native_library(options.isa)

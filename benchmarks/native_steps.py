@@ -100,9 +100,10 @@ def run_in_turns(backends: Sequence[Backend], model: str, threads: int, turns: i
         each.close()
 
 
-def backends_of(baseline: Path | None, peer_python: str | None, isa: str | None) -> list[Backend]:
+def backends_of(baseline: Path | None, peer_python: str | None, isa: str | None, peer_repacks: bool) -> list[Backend]:
     """Backends to compare: this checkout's executor first, then the others."""
+    peer = "llama.cpp" if peer_repacks else "llama.cpp-as-stored"
     found = [Backend("native", "native", sys.executable, isa)]
     if baseline is not None:
         found.append(Backend(baseline.name, "native", sys.executable, isa, baseline / "src"))
-    return [*found, *([Backend("llama.cpp", "llama.cpp", peer_python)] if peer_python else [])]
+    return [*found, *([Backend("llama.cpp", peer, peer_python)] if peer_python else [])]

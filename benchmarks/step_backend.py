@@ -2,7 +2,7 @@
 times.
 
 It is started as ``python step_backend.py ENGINE MODEL THREADS [ISA]``, with a Python that has the engine: ``native``
-(also of another checkout, by PYTHONPATH) or ``llama.cpp``.
+(also of another checkout, by PYTHONPATH), ``llama.cpp``, or ``llama.cpp-as-stored``, which does not repack weights.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class Executors:
         options = ExecutorOptions(threads=threads, isa=isa, cache_dir=default_cache_dir())
         self._executor: Any = load_executor(artifact, options, lambda stage, share: None)
         self.load_s = time.perf_counter() - begin
-        groups = getattr(self._executor.geometry, "groups", ())  # an older checkout has none
-        self._state_parts = sum(group.num_parts for group in groups if group.is_state)
-        num_blocks = MAX_STREAMS_TOKENS // 32 + MAX_STREAMS * self._state_parts
+        self._others = getattr(self._executor.geometry, "groups", ())[1:]  # an older checkout has no groups
+        columns = MAX_STREAMS_TOKENS // 32
+        num_blocks = columns + sum(
+            each.num_parts * (MAX_STREAMS if each.is_state else columns) for each in self._others
+        )
         self._executor.allocate(num_blocks, 1)
         content = np.zeros((1, self._executor.geometry.bytes_per_block), np.uint8)
         for block in range(1, num_blocks + 1):  # separate memory; otherwise every read hits one page of zeros
@@ -54,20 +56,29 @@ class Executors:
         tables = tuple(tuple(range(1 + i * each, 1 + i * each + num_blocks)) for i in range(streams))
         ids, many = tuple(range(streams)), (streams,)
         plan = StepPlan(0, (), (), (), (), ids, (past,) * streams, (length,) * streams, tables, (True,) * many[0])
-        if self._state_parts:
-            first = 1 + MAX_STREAMS_TOKENS // 32
-            states = np.arange(first, first + streams * self._state_parts).reshape(streams, -1).tolist()
-            plan = replace(plan, other_tables=tuple((tuple(state),) for state in states))
+        if self._others:
+            plan = replace(plan, other_tables=self._other_tables(streams, past, num_blocks))
         tokens = np.random.default_rng(0).integers(0, self._executor.geometry.vocab_size, streams * length)
         batch = StepBatch(plan, tokens, np.arange(1, streams + 1) * length - 1)
         return lambda: self._executor.execute(batch)
+
+    def _other_tables(self, streams: int, past: int, num_columns: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Tables of the groups after the first one, each with blocks of its own, by stream."""
+        first, by_group = 1 + MAX_STREAMS_TOKENS // 32, []
+        for group in self._others:
+            begin = group.first_column(past, 32)
+            count = group.num_parts * (1 if group.is_state else num_columns - begin)
+            blocks = np.arange(first, first + streams * count).reshape(streams, count).tolist()
+            by_group.append([tuple(own) if group.is_state else (begin, *own) for own in blocks])
+            first += streams * count
+        return tuple(zip(*by_group, strict=True))
 
 
 class LlamaCpp:
     """llama.cpp by its low-level interface: one context per shape, with flash attention and KV caches by its
     defaults."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, *, repacks: bool) -> None:
         import llama_cpp
 
         self._lib: Any = llama_cpp
@@ -75,7 +86,9 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
         begin = time.perf_counter()
-        self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        options = llama_cpp.llama_model_default_params()
+        options.use_extra_bufts = repacks
+        self._model = llama_cpp.llama_model_load_from_file(model.encode(), options)
         self.load_s = time.perf_counter() - begin
         self._threads = threads
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
@@ -94,13 +107,17 @@ class LlamaCpp:
         for begin in range(0, past, 50):
             self._decode(streams, begin, min(50, past - begin))
 
+        place = past
+
         def run() -> None:
-            if past:  # repeat the step: remove what it wrote first
-                for sequence in range(streams):
-                    lib.llama_memory_seq_rm(lib.llama_get_memory(self._context), sequence, past, -1)
-            else:
-                lib.llama_memory_clear(lib.llama_get_memory(self._context), False)
-            self._decode(streams, past, length)
+            nonlocal place
+            memory = lib.llama_get_memory(self._context)
+            if not past:
+                lib.llama_memory_clear(memory, False)
+            elif all(lib.llama_memory_seq_rm(memory, sequence, past, -1) for sequence in range(streams)):
+                place = past
+            self._decode(streams, place, length)
+            place += length if past else 0  # a recurrent state cannot take the step back: the next one is behind it
 
         return run
 
@@ -139,8 +156,8 @@ def main() -> None:
     os.dup2(2, 1)  # output of libraries is not part of the protocol
     name, model, threads, *rest = sys.argv[1:]
     engine: Any
-    if name == "llama.cpp":
-        engine = LlamaCpp(model, int(threads))
+    if name.startswith("llama.cpp"):
+        engine = LlamaCpp(model, int(threads), repacks=name == "llama.cpp")
     else:
         engine = Executors(model, int(threads), rest[0] if rest else None)
     out.write(json.dumps({"load_s": engine.load_s}) + "\n")
