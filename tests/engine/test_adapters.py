@@ -20,6 +20,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import (
     ArtifactNotFoundError,
     ConfigError,
+    ExecutorError,
     InvalidParameterError,
     QueueFullError,
     UnsupportedArtifactError,
@@ -28,7 +29,7 @@ from lockstep.errors import (
 from lockstep.executors.base import Logits, StepBatch
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.executors.stub import StubExecutor, open_stub_adapter, stub_adapter_bytes
-from tests.adapter_files import stub_adapters, write_stub_adapter
+from tests.adapter_files import stub_adapters, write_pocket_adapter, write_stub_adapter
 
 BLOCK = 16
 OpenEngine = Callable[..., Engine]
@@ -197,6 +198,30 @@ def test_the_least_recently_used_idle_adapter_is_unloaded(make: OpenEngine) -> N
     assert engine.adapters.num_loads == 3
     answer(engine, ask("a1"))
     assert engine.adapters.num_loads == 4
+
+
+@pytest.mark.parametrize("length", [None, 100])
+def test_a_file_that_is_overwritten_fails_requests_and_not_the_process(tmp_path: Path, length: int | None) -> None:
+    """Access to a map of a file that became shorter kills the process. Another content would be served, and its KV
+    cached, as the old one."""
+    folders = [write_pocket_adapter(tmp_path / name, seed) for seed, name in enumerate(("a0", "a1"))]
+    adapters = tuple([AdapterSource(each.name, str(each)) for each in folders])
+    options = EngineOptions(num_blocks=16, max_model_len=64, enable_lora=True, max_loras=1)
+    engine = Engine(*load_model("pocket://", LoadOptions(options, adapters=adapters)))
+
+    def greedy(name: str) -> RequestOutput:
+        params = SamplingParams(max_tokens=4, temperature=0.0)
+        return answer(engine, GenerationRequest(tuple(b"hello"), params, adapter=name))
+
+    first = greedy("a0").completions[0].token_ids
+    greedy("a1")  # unloads the other one
+    weights = tmp_path / "a0" / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes((tmp_path / "a1" / "adapter_model.safetensors").read_bytes()[:length])
+    assert isinstance(greedy("a0").error, ExecutorError)
+    assert greedy("a1").error is None
+    weights.write_bytes(content)
+    assert greedy("a0").completions[0].token_ids == first
 
 
 def test_requests_wait_while_all_slots_are_used(make: OpenEngine) -> None:
