@@ -260,6 +260,27 @@ def test_an_adapter_in_steady_use_yields_its_slot(make: OpenEngine) -> None:
     check(engine)
 
 
+def test_a_slot_that_becomes_free_is_not_taken_by_a_later_request(make: OpenEngine) -> None:
+    """In one call, a request is aborted, which frees the only slot, and another one arrives."""
+    engine = make(3, max_loras=1)
+    done: list[str] = []
+
+    def submit(name: str) -> int:
+        return engine.submit(ask(name), lambda output: done.append(name) if output.request is not None else None)
+
+    last = submit("a0")
+    engine.step()
+    submit("a1")
+    engine.step()
+    for turn in range(100):
+        engine.abort(last)
+        last = submit("a2" if turn % 2 == 0 else "a0")
+        engine.step()
+    assert "a1" in done
+    engine.run_until_idle()
+    check(engine)
+
+
 def test_the_queue_of_an_adapter_is_bounded(make: OpenEngine) -> None:
     engine = make(2, max_loras=1, max_num_queued_reqs=3)
     errors: list[object] = []
