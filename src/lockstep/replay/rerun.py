@@ -179,7 +179,7 @@ class EngineRerun:
         scheduler, fingerprint = _states_of(entry)
         try:
             self.scheduler = Scheduler.from_state(self.config, scheduler)
-        except (IndexError, KeyError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise TraceError(f"a checkpoint has no valid scheduler state: {error!r}") from error
         self._fingerprint = Fingerprint.from_state(fingerprint)
         self._next_step = scheduler.step
