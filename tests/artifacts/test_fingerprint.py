@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.artifacts.fingerprint import file_fingerprint, files_fingerprint
+from lockstep.artifacts.fingerprint import MappedFile, file_fingerprint, files_fingerprint
 from lockstep.errors import ArtifactNotFoundError
 
 LARGE = 1 << 20
@@ -130,3 +130,31 @@ def test_several_files_count_by_relative_name_and_content(tmp_path: Path) -> Non
 def test_a_file_that_is_not_there_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="No such file"):
         file_fingerprint(tmp_path / "none", tmp_path)
+
+
+# -- files that stay mapped -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b"other ones", b"shorter", b"a longer content"])
+def test_a_mapped_file_that_is_overwritten_has_changed(tmp_path: Path, content: bytes) -> None:
+    path = settled(tmp_path / "a", b"ten bytes.")
+    file = MappedFile.of(path, tmp_path / "cache")
+    assert not file.is_changed
+    path.write_bytes(content)
+    assert file.is_changed
+
+
+def test_a_mapped_file_that_is_written_again_or_replaced_or_removed_has_its_content(tmp_path: Path) -> None:
+    path = settled(tmp_path / "a", b"content")
+    file = MappedFile.of(path, tmp_path / "cache")
+    path.write_bytes(b"content")
+    assert not file.is_changed
+    settled(tmp_path / "b", b"another").replace(path)
+    assert not file.is_changed, "a map shows the file that it was made of"
+    path.unlink()
+    assert not file.is_changed
+
+
+def test_a_file_that_is_missing_is_not_mapped(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError):
+        MappedFile.of(tmp_path / "none", tmp_path / "cache")

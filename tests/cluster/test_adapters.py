@@ -224,6 +224,24 @@ async def test_adapters_are_added_to_a_manifest_at_runtime(folder: Path) -> None
             await cluster.adapters.unload("plain")
 
 
+@pytest.mark.parametrize("name", ["legal", "law"])
+async def test_a_replaced_adapter_keeps_everything_else_of_its_entry(folder: Path, name: str) -> None:
+    more = "aliases: [law], system_prompt: You know the law., sampling: {temperature: 0.5}"
+    text = ROUTED.format(folder=folder).replace("{id: legal,", f"{{id: legal, {more},")
+    async with clustered(text) as cluster:
+        before = (await say(cluster, "a contract")).text
+        await cluster.adapters.load(name, str(folder / "third"), ALL, replaces=True)
+        expected = text.replace(f"{folder}/legal", f"{folder}/third")
+        assert cluster.manifest_text() == dump(parse(expected))
+        after = (await say(cluster, "a contract")).text
+        assert after != before
+        assert after == (await say(cluster, "a contract", "law")).text
+        with pytest.raises(InvalidParameterError, match="routing"):
+            await cluster.adapters.unload("legal")
+        await cluster.adapters.load(name, str(folder / "legal"), ALL, "plain", replaces=True)
+        assert cluster.manifest_text() == dump(parse(text))
+
+
 async def test_two_bases_need_a_name(folder: Path) -> None:
     two = ROUTED.format(folder=folder).replace(
         "{id: plain, source: 'stub://specialist'}", f"{{id: plain, source: 'stub://other', adapter: '{folder}/third'}}"
@@ -232,6 +250,8 @@ async def test_two_bases_need_a_name(folder: Path) -> None:
         with pytest.raises(InvalidParameterError, match="base_model_name must be one of legal or plain"):
             await cluster.adapters.load("new", str(folder / "third"), ALL)
         await cluster.adapters.load("new", str(folder / "third"), ALL, "plain")
+        assert (await say(cluster, "hello", "new")).text.startswith("[stub:other+")
+        await cluster.adapters.load("new", str(folder / "legal"), ALL, replaces=True)  # of the same base
         assert (await say(cluster, "hello", "new")).text.startswith("[stub:other+")
         await eventually(lambda: states(cluster)["new"][0] == "resident")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from lockstep.cluster.snapshot import ClusterCounters, ClusterSnapshot, HostSnapshot, PlaceSnapshot, host_named
 from lockstep.core.balancer import Why
-from lockstep.errors import HostNotFoundError
+from lockstep.errors import HostNotFoundError, PromptTooLongError
 from lockstep.hosts.values import Host, ReplicaPhase, ReplicaStatus, ReplicaUse
+from tests.cluster.clusters import clustered, say
+from tests.engine.hybrid_engines import write_hybrid
 
 
 def host(name: str, **changes: object) -> Host:
@@ -116,3 +119,16 @@ def test_an_unknown_host_is_rejected_with_the_known_ones(text: str, message: str
 def test_before_any_host_is_seen_none_is_found() -> None:
     with pytest.raises(HostNotFoundError, match="no host has been seen yet"):
         host_named((), "a")
+
+
+async def test_the_kv_of_a_replica_is_counted_in_tokens_of_a_sequence_in_all_groups(tmp_path: Path) -> None:
+    source = write_hybrid(tmp_path, "tiny-gemma3")
+    engine = "{num_blocks: 80, num_host_blocks: 80, max_num_seqs: 4, max_num_batched_tokens: 32}"
+    async with clustered(f"cluster: c\nmodels:\n  a: {{source: '{source}', engine: {engine}}}\n") as cluster:
+        [replica] = cluster.snapshot().replicas
+        assert replica.engine is not None
+        most = replica.engine.kv_tokens
+        assert most == replica.engine.host_kv_tokens
+        assert 32 < most < 80 * 32
+        with pytest.raises(PromptTooLongError, match=f"holds {most + 1}"):  # the last token needs no KV
+            await say(cluster, "word " * 1000, "a")

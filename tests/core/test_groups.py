@@ -102,3 +102,9 @@ def test_the_longest_sequence_fills_the_pool(num_blocks: int) -> None:
     most = limits.most_positions()
     assert most == 0 or limits.blocks_for(most) + limits.other_blocks(most) <= num_blocks
     assert limits.blocks_for(most + 1) + limits.other_blocks(most + 1) > num_blocks
+    assert limits.positions_in(num_blocks + 4) - most >= limits.block_size * (num_blocks > 8)
+
+
+def test_one_group_has_a_block_for_each_block_of_positions() -> None:
+    limits = config(num_blocks=7)
+    assert (limits.most_positions(), limits.positions_in(3), limits.positions_in(0)) == (28, 12, 0)

@@ -20,6 +20,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import (
     ArtifactNotFoundError,
     ConfigError,
+    ExecutorError,
     InvalidParameterError,
     QueueFullError,
     UnsupportedArtifactError,
@@ -28,7 +29,7 @@ from lockstep.errors import (
 from lockstep.executors.base import Logits, StepBatch
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.executors.stub import StubExecutor, open_stub_adapter, stub_adapter_bytes
-from tests.adapter_files import stub_adapters, write_stub_adapter
+from tests.adapter_files import stub_adapters, write_pocket_adapter, write_stub_adapter
 
 BLOCK = 16
 OpenEngine = Callable[..., Engine]
@@ -199,6 +200,30 @@ def test_the_least_recently_used_idle_adapter_is_unloaded(make: OpenEngine) -> N
     assert engine.adapters.num_loads == 4
 
 
+@pytest.mark.parametrize("length", [None, 100])
+def test_a_file_that_is_overwritten_fails_requests_and_not_the_process(tmp_path: Path, length: int | None) -> None:
+    """Access to a map of a file that became shorter kills the process. Another content would be served, and its KV
+    cached, as the old one."""
+    folders = [write_pocket_adapter(tmp_path / name, seed) for seed, name in enumerate(("a0", "a1"))]
+    adapters = tuple([AdapterSource(each.name, str(each)) for each in folders])
+    options = EngineOptions(num_blocks=16, max_model_len=64, enable_lora=True, max_loras=1)
+    engine = Engine(*load_model("pocket://", LoadOptions(options, adapters=adapters)))
+
+    def greedy(name: str) -> RequestOutput:
+        params = SamplingParams(max_tokens=4, temperature=0.0)
+        return answer(engine, GenerationRequest(tuple(b"hello"), params, adapter=name))
+
+    first = greedy("a0").completions[0].token_ids
+    greedy("a1")  # unloads the other one
+    weights = tmp_path / "a0" / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes((tmp_path / "a1" / "adapter_model.safetensors").read_bytes()[:length])
+    assert isinstance(greedy("a0").error, ExecutorError)
+    assert greedy("a1").error is None
+    weights.write_bytes(content)
+    assert greedy("a0").completions[0].token_ids == first
+
+
 def test_requests_wait_while_all_slots_are_used(make: OpenEngine) -> None:
     engine = make(3, max_loras=1)
     requests = {engine.submit(ask(name)): name for name in ("a0", "a1", "a2", "a1", "a0")}
@@ -229,6 +254,27 @@ def test_an_adapter_in_steady_use_yields_its_slot(make: OpenEngine) -> None:
             break
         if engine.num_open < 4:
             submit("a0")
+        engine.step()
+    assert "a1" in done
+    engine.run_until_idle()
+    check(engine)
+
+
+def test_a_slot_that_becomes_free_is_not_taken_by_a_later_request(make: OpenEngine) -> None:
+    """In one call, a request is aborted, which frees the only slot, and another one arrives."""
+    engine = make(3, max_loras=1)
+    done: list[str] = []
+
+    def submit(name: str) -> int:
+        return engine.submit(ask(name), lambda output: done.append(name) if output.request is not None else None)
+
+    last = submit("a0")
+    engine.step()
+    submit("a1")
+    engine.step()
+    for turn in range(100):
+        engine.abort(last)
+        last = submit("a2" if turn % 2 == 0 else "a0")
         engine.step()
     assert "a1" in done
     engine.run_until_idle()

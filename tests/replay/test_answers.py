@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as replace_in
 
 from lockstep.cluster.recorded_index import AnswerQuery, RecordedAnswer
 from lockstep.core.request import FinishReason
@@ -19,11 +21,14 @@ from lockstep.worker.flight.content import parameters_as_bytes, read_text
 from lockstep.worker.flight.folder import TEXT_SUFFIX
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, AnswerShown, Submit
+from tests.adapter_files import stub_adapters
 from tests.replay.recordings import POOL, files_of
 from tests.replay.rotations import run_flight
 from tests.worker.support import running
 
 SEEDS = range(12)
+NAMES = (("base", ""), ("first", "a0"), ("second", "a1"), (None, "a1"))
+"""Models of requests, and their adapters."""
 
 
 def request_of(number: int, **params: object) -> GenerationRequest:
@@ -70,6 +75,23 @@ def test_every_answer_read_has_the_tokens_ends_and_counts_of_its_output(tmp_path
             given = [each.num_tokens for each in answer.deliveries if each.completion == completion]
             assert sum(given) == len(tokens)
     assert any(output.num_preemptions for output in outputs), "the pool is small"
+
+
+def test_answers_of_adapters_belong_to_the_names_of_their_models(tmp_path: Path) -> None:
+    """A server of recorded answers has models without adapters. Requests find the answers by the names of models."""
+    adapters = stub_adapters(tmp_path, 2)
+    with running(trace=TraceOptions(str(tmp_path / "run"), has_content=True)) as bench:
+        bench.ready("a", "stub://alpha", LoadOptions(replace(POOL, enable_lora=True), adapters=adapters))
+        requests = [replace_in(request_of(0), model=model, adapter=name) for model, name in NAMES]
+        bench.tell(*[Submit(number, "a", request) for number, request in enumerate(requests)])
+        outputs = [bench.answer(number).request for number in range(len(requests))]
+    found = read_answers(open_trace(tmp_path / "run"))
+    assert list(found.by_name) == ["base", "first", "second", "a1"]
+    for name, output in zip(found.by_name, outputs, strict=True):
+        answer = answer_to(found, replace_in(request_of(0), model=name))
+        assert answer is not None, name
+        assert output is not None
+        assert tuple(answer.sequences[0].tokens) == output.completions[0].token_ids
 
 
 @pytest.mark.parametrize("seed", SEEDS)

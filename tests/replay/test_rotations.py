@@ -5,17 +5,25 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.groups import ONE_GROUP, KVGroup
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import Request
 from lockstep.core.scheduler import Scheduler
-from lockstep.core.state import SchedulerState
+from lockstep.core.state import STATE_VERSION, SchedulerState
 from lockstep.core.step import Explain, StepPlan
 from lockstep.errors import TraceError
+from lockstep.replay.rerun import EngineRerun
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
 from lockstep.replay.verify_report import DivergedError, Verification
+from lockstep.worker.flight.entries import Checkpoint, runs_of
 from tests.replay.rotations import run_flight
 
 NUM_ROTATIONS = 200
@@ -90,3 +98,18 @@ def test_checkpoints_of_another_version_are_skipped_and_every_step_is_decided(tm
     assert "not compared" in [*found.lines()][1]
     with pytest.raises(TraceError, match="another version"):
         verify(open_trace(trace.files[1]))
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, (KVGroup(), KVGroup(is_state=True, snapshot_interval=4))])
+def test_a_checkpoint_of_other_kv_groups_is_refused(groups: tuple[KVGroup, ...]) -> None:
+    config = SchedulerConfig(
+        block_size=4, num_blocks=20, max_model_len=64, max_num_seqs=2, groups=(KVGroup(), KVGroup(window=8))
+    )
+    recorded = Scheduler(config)
+    recorded.add(Request(5, 4))
+    recorded.schedule()
+    state = recorded.state()._replace(contents=(), tenants=())
+    states = [msgspec.Raw(msgspec.msgpack.encode(each)) for each in (state, Fingerprint().state())]
+    checkpoint = Checkpoint(1, STATE_VERSION, runs_of(()), (0,), *states)
+    with pytest.raises(TraceError, match="no valid scheduler state"):
+        EngineRerun(1, replace(config, groups=groups)).begin_at(checkpoint)

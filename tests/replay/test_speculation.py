@@ -19,7 +19,7 @@ from lockstep.replay.render.difference import engine_facts, finding_of_engine
 from lockstep.replay.rerun import DecidedStep
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
-from lockstep.worker.flight.entries import EngineEntry, Entry, Proposed
+from lockstep.worker.flight.entries import Command, EngineEntry, Entry, Filled, Named, Proposed, runs_of
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Submit
 from tests.release.recording import judged, recorded_in_process
@@ -107,6 +107,31 @@ def test_a_changed_number_of_drafts_is_a_difference(folders: tuple[Path, Path], 
     rewrite_entries(copied, change)
     verification = verify(open_trace(copied))
     assert not verification.is_identical
+
+
+@pytest.mark.parametrize("kind", [Proposed, Filled, Named])
+def test_a_command_that_the_scheduler_never_accepts_is_a_difference(
+    folders: tuple[Path, Path], tmp_path: Path, kind: type[Command]
+) -> None:
+    """No drafts; a KV group that the model does not have; more blocks than the sequence can get."""
+    [path] = files_of(folders[1])
+    copied = tmp_path / path.name
+    copied.write_bytes(path.read_bytes())
+
+    def change(entries: list[Entry]) -> None:
+        place = next(place for place, entry in enumerate(entries) if isinstance(entry, Proposed))
+        entry = entries[place]
+        assert isinstance(entry, Proposed)
+        engine, step, seq_id = entry.engine, entry.step, entry.drafts[0][0]
+        commands: tuple[Command, ...] = (
+            Proposed(engine, step, ((seq_id, 0),)),
+            Filled(engine, step, runs_of((1, 2)), 0, 7),
+            Named(engine, step, seq_id, runs_of(range(9000)), False),
+        )
+        entries.insert(place, next(command for command in commands if isinstance(command, kind)))
+
+    rewrite_entries(copied, change)
+    assert not verify(open_trace(copied)).is_identical
 
 
 def test_a_wrong_recorded_draft_is_a_difference_for_execution(folders: tuple[Path, Path], tmp_path: Path) -> None:

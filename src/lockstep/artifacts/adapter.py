@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.artifacts.adapter_files import MAX_RANK, PEFT_CONFIG, AdapterFiles, read_gguf_adapter, read_peft
 from lockstep.artifacts.architectures import ARCHITECTURES
-from lockstep.artifacts.fingerprint import file_fingerprint, files_fingerprint
+from lockstep.artifacts.fingerprint import MappedFile, file_fingerprint, files_fingerprint
 from lockstep.artifacts.gguf import canonical_tensors
 from lockstep.artifacts.hub.source import SCHEME, DownloadProgress, HubSource, parse_hub_source
 from lockstep.artifacts.hybrids import KERNELS, huggingface_tensors
@@ -66,6 +66,7 @@ def open_adapter(
         targets={name: targets[name] for name in expected},
         num_bytes=sum(2 * (each.a.data.size + each.b.data.size) for each in targets.values()),
         invocation_ids=files.invocation_ids,
+        weights_file=MappedFile.of(files.weights_path, cache),
     )
 
 

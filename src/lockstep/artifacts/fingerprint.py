@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.errors import ArtifactNotFoundError
 
@@ -38,12 +39,11 @@ def file_fingerprint(path: Path, cache_dir: Path, max_records: int = MAX_RECORDS
     try:
         status = path.stat()
         record = cache_dir / "fingerprints" / _digest(os.fsencode(path.resolve()))
-        state = f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
+        state = _state_text(status)
         cached = _recall(record, state)
         if cached is not None:
             return cached
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()
+        digest = _content_digest(path)
     except OSError as error:
         raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
     if status.st_size >= _MIN_CACHED_BYTES and time.time_ns() - status.st_mtime_ns > _SETTLED_NS:
@@ -55,6 +55,50 @@ def files_fingerprint(root: Path, names: Iterable[str], cache_dir: Path) -> str:
     """Fingerprint of several files below a root, as 32 hex digits: relative names and contents, in order of name."""
     lines = [f"{name}\0{file_fingerprint(root / name, cache_dir)}\n" for name in sorted(names)]
     return _digest("".join(lines).encode())
+
+
+class MappedFile(NamedTuple):
+    """A file that stays mapped into memory, as it was when it was opened."""
+
+    path: Path
+    inode: int
+    state: str
+    """Size, time of the last change, and inode."""
+    digest: str
+
+    @classmethod
+    def of(cls, path: Path, cache_dir: Path) -> MappedFile:
+        """Describe a file that was just mapped.
+
+        Raises:
+            ArtifactNotFoundError: the file cannot be read.
+        """
+        try:
+            status = path.stat()  # before the digest, so that a later change is noticed
+        except OSError as error:
+            raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
+        return cls(path, status.st_ino, _state_text(status), file_fingerprint(path, cache_dir))
+
+    @property
+    def is_changed(self) -> bool:
+        """True if the file has another content now, which its map shows as well; access to the end of a map whose file
+        became shorter kills the process. A map keeps the content of a file that was removed or replaced."""
+        try:
+            status = self.path.stat()
+            if status.st_ino != self.inode or _state_text(status) == self.state:
+                return False
+            return _content_digest(self.path) != self.digest
+        except OSError:
+            return False  # removed
+
+
+def _state_text(status: os.stat_result) -> str:
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
+
+
+def _content_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()
 
 
 def _digest(data: bytes) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.fingerprint import MappedFile
 from lockstep.artifacts.task import Pooling
 from lockstep.artifacts.task import Task as Task
 
@@ -377,3 +378,5 @@ class Adapter:
     invocation_ids: tuple[int, ...] = ()
     """Tokens that activate the adapter (aLoRA): it applies from the first token of their last occurrence in the
     prompt on. Empty: it applies from the first token of a text on."""
+    weights_file: MappedFile | None = None
+    """The file of its numbers, which are read from it with every load into an executor; None: they are in memory."""

@@ -287,9 +287,9 @@ def _engine(loaded: Loaded) -> EngineSnapshot:
     return EngineSnapshot(
         max_model_len=loaded.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        kv_tokens=config.num_blocks * geometry.block_size // geometry.num_stages,
+        kv_tokens=config.most_positions() // geometry.num_stages,
         kv_bytes=config.num_blocks * geometry.bytes_per_block,
-        host_kv_tokens=config.num_host_blocks * geometry.block_size // geometry.num_stages,
+        host_kv_tokens=config.positions_in(config.num_host_blocks) // geometry.num_stages,
         host_kv_bytes=config.num_host_blocks * geometry.bytes_per_block,
         weights_bytes=geometry.weights_bytes,
         isa=machine.get("isa", ""),

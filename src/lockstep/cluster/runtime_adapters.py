@@ -40,8 +40,10 @@ class RuntimeAdapters:
         """Serve an adapter as a model; returns when requests can name it.
 
         Args:
-            base: name of a model whose source the adapter belongs to; None: the only one that accepts adapters.
-            replaces: whether an adapter of this name is replaced, once its files were found to be valid.
+            base: name of a model whose source the adapter belongs to; None: that of a replaced adapter, or the only
+                one that accepts adapters.
+            replaces: whether an adapter of this name is replaced, once its files were found to be valid. Its names, its
+                persona and its place in the routing stay.
 
         Raises:
             InvalidParameterError: the name is taken or not valid, several bases are possible, or the sender may not
@@ -51,11 +53,13 @@ class RuntimeAdapters:
         async with self._lock:
             if not (permissions.any_source or self._names.may_open_adapter(path)):
                 raise InvalidParameterError(f"lora_path {ADAPTER_REFUSED}", param="lora_path")
-            manifest = self._state.models.declared
-            entry = replace(_without_names(self._base(base)), id=self._checked(name, replaces), adapter=path)
-            kept = [each for each in manifest.entries if each.id != name]
-            index = next((i for i, each in enumerate(manifest.entries) if each.id == name), len(kept))
-            await self._apply(replace(manifest, entries=(*kept[:index], entry, *kept[index:])), name)
+            if self._state.options.backend is not Backend.AUTO:
+                raise InvalidParameterError(f"models of --backend {self._state.options.backend} have no adapters")
+            manifest, known = self._state.models.declared, self._known(name, replaces)
+            source = known if known is not None and base is None else self._base(base)
+            entry = _adapted(source, known or ModelEntry(name, source.source), path)
+            entries = tuple([entry if each is known else each for each in manifest.entries])
+            await self._apply(replace(manifest, entries=entries if known else (*entries, entry)), entry.id)
 
     async def unload(self, name: str) -> None:
         """Stop to serve an adapter. Its open requests end normally.
@@ -95,8 +99,6 @@ class RuntimeAdapters:
 
     def _base(self, name: str | None) -> ModelEntry:
         """Declared entry of the model to which an adapter is added."""
-        if self._state.options.backend is not Backend.AUTO:
-            raise InvalidParameterError(f"models of --backend {self._state.options.backend} have no adapters")
         if name is not None:
             model = self._state.models.find(name)
             if not _accepts_adapters(model):
@@ -113,8 +115,8 @@ class RuntimeAdapters:
             raise InvalidParameterError(f"base_model_name must be one of {listed(ids, 'or')}", param="base_model_name")
         raise InvalidParameterError(_NOT_ENABLED.format("this server"), param="lora_name")
 
-    def _checked(self, name: str, replaces: bool) -> str:
-        """The name of an adapter, if it can be that of a new model, or of a replaced one."""
+    def _known(self, name: str, replaces: bool) -> ModelEntry | None:
+        """Declared entry of the adapter that is replaced; None: the name can be that of a new model."""
         models = self._state.models
         known = next((each for each in models.declared.entries if name in (each.id, *each.aliases)), None)
         if known is not None and known.adapter is None:
@@ -131,7 +133,7 @@ class RuntimeAdapters:
                 raise ConfigError(f"has more than {MAX_NAME_CHARS} characters, or some that do not print")
         except ConfigError as error:
             raise InvalidParameterError(f"lora_name {error}", param="lora_name") from None
-        return name
+        return known
 
 
 _NOT_ENABLED = "{} was loaded without adapters; start the server with --enable-lora, or set enable_lora in `engine:`"
@@ -141,10 +143,19 @@ def _accepts_adapters(model: Model) -> bool:
     return model.replica is not None and model.replica.spec.options.has_adapters
 
 
-def _without_names(entry: ModelEntry) -> ModelEntry:
-    """Everything of an entry that a model of the same replica needs."""
+def _adapted(base: ModelEntry, named: ModelEntry, path: str) -> ModelEntry:
+    """A model of the base's replica with an adapter, and with the names, the persona and the routing of an entry."""
     return replace(
-        entry, set=None, aliases=(), co_activation=(), system_prompt=None, sampling={}, promotes_on_intent=False
+        base,
+        id=named.id,
+        set=named.set,
+        aliases=named.aliases,
+        co_activation=named.co_activation,
+        promotes_on_intent=named.promotes_on_intent,
+        system_prompt=named.system_prompt,
+        persona=named.persona,
+        sampling=named.sampling,
+        adapter=path,
     )
 
 

@@ -37,10 +37,10 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     max_num_seqs: int
     """Maximum number of running sequences."""
     kv_tokens: int
-    """Tokens for whose KV, or an encoder's activations, the pool has room."""
+    """Tokens for whose KV, or an encoder's activations, the pool has room, if they belong to one sequence."""
     kv_bytes: int
     host_kv_tokens: int
-    """Tokens that fit in the host memory for the KV of preempted sequences."""
+    """Tokens that fit in the host memory for the KV of preempted sequences, if they belong to one."""
     host_kv_bytes: int
     weights_bytes: int | None
     """Memory of the packed weights in bytes; None: a stub, which has no weights."""

@@ -152,10 +152,14 @@ class SchedulerConfig(SchedulerLimits):
 
     def most_positions(self) -> int:
         """Maximum number of positions of a sequence that has the whole pool."""
-        least, most = 0, self.num_blocks * self.block_size
+        return self.positions_in(self.num_blocks)
+
+    def positions_in(self, num_blocks: int) -> int:
+        """Maximum number of positions of a sequence that has this many blocks."""
+        least, most = 0, num_blocks * self.block_size
         while least < most:
             middle = (least + most + 1) // 2
-            fits = self.blocks_for(middle) + self.other_blocks(middle) <= self.num_blocks
+            fits = self.blocks_for(middle) + self.other_blocks(middle) <= num_blocks
             least, most = (middle, most) if fits else (least, middle - 1)
         return least
 

@@ -95,6 +95,8 @@ class EngineAdapters:
         """Fingerprint of the loaded adapter that takes no more requests, so that its slot becomes free; None: none."""
         self._has_changed = False
         """True if a waiting request may get its slot now, or an unused adapter be unloaded."""
+        self._called: LiveRequest | None = None
+        """The waiting request that `ready` has just yielded."""
         self.num_open = 0
         """Number of requests that compute with an adapter."""
         self.num_loads = 0
@@ -157,7 +159,8 @@ class EngineAdapters:
         return self._has_changed
 
     def enter(self, live: LiveRequest) -> bool:
-        """Give a request the slot of its adapter, loading it if needed; False: the request waits here.
+        """Give a request the slot of its adapter, loading it if needed; False: the request waits here. A new request
+        does not take a slot that others wait for.
 
         Raises:
             QueueFullError: too many requests wait already.
@@ -165,11 +168,13 @@ class EngineAdapters:
         """
         if live.adapter is None or live.adapter_start is None:
             return True
-        slot = self._take_slot(live.adapter)
+        is_first = live is self._called or not self._waiting or live.adapter.fingerprint in self._loaded
+        slot = self._take_slot(live.adapter) if is_first else None
         if slot is None:
             if len(self._waiting) >= self._max_waiting:
                 raise QueueFullError(f"{self._max_waiting} requests already wait for an adapter; try again later")
             self._waiting.append(live)
+            self._has_changed = True
             return False
         live.adapter_slot = slot
         self.num_open += 1
@@ -186,7 +191,9 @@ class EngineAdapters:
             live = self._waiting.popleft()
             assert live.adapter is not None, "a request without an adapter never waits"
             if self._has_room(live.adapter.fingerprint):
+                self._called = live
                 yield live
+                self._called = None
             else:
                 self._waiting.append(live)
         self._choose_closing()
@@ -237,7 +244,6 @@ class EngineAdapters:
         assert self._support is not None, "only a model with adapters has such requests"
         fingerprint = adapter.fingerprint
         if not self._has_room(fingerprint):
-            self._has_changed = True
             return None
         loaded = self._loaded.get(fingerprint)
         if loaded is None:

@@ -168,7 +168,8 @@ class AdapterHost(Protocol):
         """Load an adapter that was opened for this model: its slot, from 1 on.
 
         Raises:
-            ExecutorError: the adapter does not fit the model, all slots are filled, or there is not enough memory.
+            ExecutorError: the adapter does not fit the model, its file was overwritten since it was opened, all slots
+                are filled, or there is not enough memory.
         """
         ...
 

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from lockstep.cluster.recorded_index import Delivery, RecordedAnswer, RecordedCompletion, RecordedIndex
 from lockstep.core.request import Request
 from lockstep.engine.request import GenerationRequest
@@ -131,7 +133,7 @@ def _answers_of(requests: Iterable[_Request], notes: tuple[str, ...]) -> Recorde
             found.num_unended += 1
             continue
         engine = each.sequences[0].engine
-        name = each.request.model or engine.name
+        name = each.request.model or each.request.adapter or engine.name
         of_name = found.by_name.setdefault(name, RecordedName(name, engine))
         of_name.engine = engine
         of_name.index.add(each.request.prompt_ids, _answer_of(each, tuple(ended)))
@@ -144,7 +146,7 @@ def _answer_of(request: _Request, sequences: tuple[RecordedCompletion, ...]) -> 
     assert seed is not None, "a recorded request has its drawn seed"
     return RecordedAnswer(
         (first.digest and first.digest.external_id) or f"{first.engine.number}.{first.added.seq_id}",
-        parameters_as_bytes(request.request),
+        parameters_as_bytes(replace(request.request, adapter="")),  # an index is of one name, which stands for it
         seed,
         sequences,
         tuple(_deliveries(request)),

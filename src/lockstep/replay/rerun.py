@@ -150,23 +150,23 @@ class EngineRerun:
             DivergedError: its effect differs from the recorded one.
         """
         scheduler = self.scheduler
-        match command:
-            case Added():
-                try:
+        try:
+            match command:
+                case Added():
                     seq_id = scheduler.add(request_of(command))
-                except (LockstepError, AssertionError) as error:
-                    self._diverge(f"the recorded sequence {command.seq_id} is refused here: {error}")
-                if seq_id != command.seq_id:
-                    self._diverge(f"the recorded sequence {command.seq_id} has the id {seq_id} here")
-            case Aborted():
-                if not scheduler.abort(command.seq_id, command.reason):
-                    self._diverge(f"sequence {command.seq_id} was ended by a command, but does not exist here")
-            case Proposed():
-                scheduler.propose(dict(command.drafts))
-            case Named():
-                scheduler.name_answer(command.seq_id, tuple(map(content_of, command.contents)))
-            case _:
-                apply_to_cache(scheduler, command, content_of)
+                    if seq_id != command.seq_id:
+                        self._diverge(f"the recorded sequence {command.seq_id} has the id {seq_id} here")
+                case Aborted():
+                    if not scheduler.abort(command.seq_id, command.reason):
+                        self._diverge(f"sequence {command.seq_id} was ended by a command, but does not exist here")
+                case Proposed():
+                    scheduler.propose(dict(command.drafts))
+                case Named():
+                    scheduler.name_answer(command.seq_id, tuple(map(content_of, command.contents)))
+                case _:
+                    apply_to_cache(scheduler, command, content_of)
+        except (LockstepError, AssertionError, IndexError) as error:
+            self._diverge(f"the recorded command {type(command).__name__!r} is refused here: {error}")
 
     def begin_at(self, entry: Checkpoint) -> None:
         """Continue from a recorded state.
@@ -179,7 +179,7 @@ class EngineRerun:
         scheduler, fingerprint = _states_of(entry)
         try:
             self.scheduler = Scheduler.from_state(self.config, scheduler)
-        except (IndexError, KeyError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise TraceError(f"a checkpoint has no valid scheduler state: {error!r}") from error
         self._fingerprint = Fingerprint.from_state(fingerprint)
         self._next_step = scheduler.step

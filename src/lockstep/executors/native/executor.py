@@ -242,6 +242,11 @@ class NativeExecutor(PoolOwner):
         """See ``base.AdapterHost``."""
         if self._forward is None:
             raise ExecutorError("the executor is closed")
+        if adapter.weights_file is not None and adapter.weights_file.is_changed:
+            raise ExecutorError(
+                f"adapter {adapter.name!r}: {adapter.weights_file.path} was overwritten after it was opened; load the "
+                "adapter again, with load_inplace, and write new versions to other files"
+            )
         slot = self._adapters.next_empty()
         packed = pack_adapter(adapter, self._weights_of)
         self._forward.load_adapter(slot, packed)
