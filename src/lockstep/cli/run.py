@@ -183,7 +183,7 @@ def _check_no_answer(task: str, given: RunFlags) -> None:
     """UsageError if a flag for generated text is given, which has no effect on a model with another task."""
     groups = (given.sampling, given.constraint)
     names = [each.name for group in groups for each in fields(group) if getattr(group, each.name) != each.default]
-    names += [name for name in ("system", "raw", "verbose") if getattr(given, name)]
+    names += [name for name in ("system", "raw", "verbose", "lora") if getattr(given, name)]
     if names:
         flag = f"--{names[0].replace('_', '-')}"
         raise UsageError(f"{flag} is for models that generate text; this model's task is {task!r}")
@@ -202,6 +202,8 @@ def _with_adapter(model: str, options: LoadOptions, path: str | None) -> LoadOpt
         return options
     from lockstep.engine.loading import open_adapters, with_room_for
 
+    if not path.strip():
+        raise UsageError("--lora is empty; it must be a PEFT directory, a GGUF file or hf://org/name")
     source = AdapterSource(path, path)
     return with_room_for(replace(options, adapters=(source,)), open_adapters(model, (source,), options.cache_dir))
 

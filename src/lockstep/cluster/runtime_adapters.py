@@ -70,7 +70,7 @@ class RuntimeAdapters:
             if entry is None:
                 known = [each.id for each in manifest.entries if each.adapter is not None]
                 hint = did_you_mean(name, known) or (f"loaded are {listed(known)}" if known else "none is loaded")
-                raise ModelNotFoundError(f"The lora adapter '{name}' cannot be found; {hint}.", param="lora_name")
+                raise ModelNotFoundError(f"The lora adapter '{name}' cannot be found; {hint}", param="lora_name")
             if _is_used(manifest, entry):
                 raise InvalidParameterError(
                     f"{name!r} is part of the manifest's routing; apply a manifest without it", param="lora_name"
@@ -98,7 +98,10 @@ class RuntimeAdapters:
         if self._state.options.backend is not Backend.AUTO:
             raise InvalidParameterError(f"models of --backend {self._state.options.backend} have no adapters")
         if name is not None:
-            model = self._state.models.find(name)
+            try:
+                model = self._state.models.find(name)
+            except ModelNotFoundError as error:
+                raise ModelNotFoundError(str(error), param="base_model_name") from None
             if not _accepts_adapters(model):
                 raise InvalidParameterError(_NOT_ENABLED.format(model.id), param="base_model_name")
             return model.declared
