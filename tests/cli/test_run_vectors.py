@@ -156,4 +156,4 @@ def test_wrong_use_is_one_line(
 def test_an_adapter_that_has_no_effect_on_vectors_is_refused(run: Run, tmp_path: Path) -> None:
     adapter = str(write_pocket_adapter(tmp_path / "adapter"))
     code, _, err = run("pocket://", "hi", "--task", "embed", "--lora", adapter)
-    assert (code, "--lora is for models that generate text" in err) == (2, True), err
+    assert (code, "--lora applies to generated text only" in err) == (2, True), err

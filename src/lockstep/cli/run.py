@@ -183,10 +183,14 @@ def _check_no_answer(task: str, given: RunFlags) -> None:
     """UsageError if a flag for generated text is given, which has no effect on a model with another task."""
     groups = (given.sampling, given.constraint)
     names = [each.name for group in groups for each in fields(group) if getattr(group, each.name) != each.default]
-    names += [name for name in ("system", "raw", "verbose", "lora") if getattr(given, name)]
+    names += [name for name in ("system", "raw", "verbose") if getattr(given, name)]
     if names:
         flag = f"--{names[0].replace('_', '-')}"
         raise UsageError(f"{flag} is for models that generate text; this model's task is {task!r}")
+    if given.lora is not None:
+        raise UsageError(
+            "--lora applies to generated text only; for vectors and scores, use lockstep serve --lora-modules NAME=PATH"
+        )
 
 
 def _read(flag: str, path: Path) -> str:
