@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.artifacts.source import open_artifact
-from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError
+from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+from tools.random_adapters import write_gguf_adapter, write_peft
 from tools.random_models import write_gguf, write_huggingface
+from tools.random_shapes import SHAPES
 
 
 def test_the_fingerprint_is_the_contents_and_not_the_paths(tmp_path: Path) -> None:
@@ -76,12 +78,20 @@ def test_a_part_of_a_huggingface_model_points_to_its_directory(tmp_path: Path) -
             open_artifact(str(path / name), cache_dir=tmp_path)
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    folder = write_peft(tmp_path / "peft", SHAPES["tiny-llama"], 2)
+    file = write_gguf_adapter(tmp_path / "a.gguf", SHAPES["tiny-llama"], 2)
+    for path, error in ((folder, ArtifactNotFoundError), (file, UnsupportedArtifactError)):
+        with pytest.raises(error, match="a LoRA adapter, not a model"):
+            open_artifact(str(path), cache_dir=tmp_path)
+
+
 def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(b"PK\x03\x04")
     with pytest.raises(ArtifactNotFoundError, match="a file that is not GGUF"):
         open_artifact(str(tmp_path / "m.bin"), cache_dir=tmp_path)
     (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04" * 10)
-    with pytest.raises(CorruptArtifactError, match="not with b'GGUF'"):
+    with pytest.raises(CorruptArtifactError, match="is no GGUF file"):
         open_artifact(str(tmp_path / "m.gguf"), cache_dir=tmp_path)
 
 

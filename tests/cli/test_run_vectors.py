@@ -12,6 +12,7 @@ import pytest
 
 from lockstep import LLM
 from lockstep.cli.main import invoke
+from tests.adapter_files import write_pocket_adapter
 from tests.cli.encoders import write_embedder, write_reranker
 
 Run = Callable[..., tuple[int, str, str]]
@@ -118,6 +119,7 @@ def test_a_model_of_text_answers_one_text(run: Run) -> None:
         (("{embedder}", "hi", "--temperature", "1"), "--temperature is for models that generate text"),
         (("{embedder}", "hi", "--raw"), "--raw is for models that generate text; this model's task is 'embed'"),
         (("{embedder}", "hi", "--regex", "a"), "--regex is for models that generate text"),
+        (("stub://alpha", "hi", "--lora", ""), "--lora is empty"),
         (("{embedder}",), "no text is given"),
         (("{embedder}", "hi", "-p", "hi"), "a TEXT and --prompt are both given"),
         (("{embedder}", "hi", "--prompt-name", "other"), "this model's prompts are: document, query"),
@@ -149,3 +151,9 @@ def test_wrong_use_is_one_line(
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_an_adapter_that_has_no_effect_on_vectors_is_refused(run: Run, tmp_path: Path) -> None:
+    adapter = str(write_pocket_adapter(tmp_path / "adapter"))
+    code, _, err = run("pocket://", "hi", "--task", "embed", "--lora", adapter)
+    assert (code, "--lora applies to generated text only" in err) == (2, True), err

@@ -272,10 +272,17 @@ def test_modules_are_read_in_both_forms() -> None:
     assert adapters_of(None) == ()
 
 
-@pytest.mark.parametrize("value", ["a", "=x", "a=", "{", '{"name": "a"}'])
+@pytest.mark.parametrize("value", ["a", "=x", "a=", "{", '{"name": "a"}', '{"name": "a", "path": "x", "pth": "y"}'])
 def test_a_module_without_a_name_or_path_is_refused(value: str) -> None:
     with pytest.raises(UsageError, match="must be NAME=PATH"):
         adapters_of([value])
+
+
+def test_an_adapter_for_another_model_is_refused() -> None:
+    value = '{"name": "b", "path": "p", "base_model_name": "other"}'
+    with pytest.raises(UsageError, match="'other'; this server's model is org/m or m"):
+        adapters_of([value], ("org/m", "m"))
+    assert len(adapters_of([value], ("m", "other"))) == 1
 
 
 def test_a_name_has_one_adapter() -> None:

@@ -24,6 +24,7 @@ def test_members_have_the_names_of_vllm() -> None:
         ("[1]", "JSON object"),
         ("{}", "no method"),
         ('{"method": "eagle"}', "eagle"),
+        ('{"method": "eagle", "model": "draft"}', "method is 'eagle'"),
         ('{"method": "ngram", "model": "draft"}', "'model'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
         ('{"method": "ngram", "num_speculative_tokens": 33}', "33"),
@@ -31,7 +32,7 @@ def test_members_have_the_names_of_vllm() -> None:
     ],
 )
 def test_other_values_are_rejected_by_name(text: str, shown: str) -> None:
-    with pytest.raises(ConfigError, match=r"speculative_config|num_speculative|prompt_lookup|method") as caught:
+    with pytest.raises(ConfigError, match=r"^speculative_config") as caught:
         SpeculativeConfig.parse(text)
     assert shown in str(caught.value)
     with pytest.raises(ConfigError):

@@ -89,7 +89,9 @@ def test_every_token_is_computed_again_with_the_recorded_contents(folder: Path, 
 
 def test_a_missing_adapter_is_named(folder: Path, adapters: Path) -> None:
     given = [source("second", adapters / "1"), source("aware", adapters / "aware")]
-    with pytest.raises(TraceError, match=r"uses adapter 'first' .* pass --lora-modules first=PATH"):
+    with pytest.raises(
+        TraceError, match=r"uses adapter 'first' .* none of the given adapters has it: pass --lora-modules first=PATH"
+    ):
         list(execute(open_trace(folder), SOURCE, adapters=given))
 
 

@@ -10,6 +10,7 @@ import pytest
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.release.decisions import decisions_of
 from lockstep.release.verdict import Decision
 from lockstep.replay.diff import diff_traces
 from lockstep.replay.execute import execute
@@ -90,6 +91,16 @@ def test_drafts_are_recorded_with_the_prices_and_with_tokens_only_with_content(
     assert without
     assert not any(each.tokens for each in without)
     assert verify(open_trace(bare)).is_identical
+
+
+def test_the_gate_reports_the_configuration_of_drafts_as_a_setting(folders: tuple[Path, Path]) -> None:
+    plain, suffix = map(open_trace, folders)
+    [engine] = decisions_of(plain, suffix)["engines"]
+    assert list(engine["settings"]) == ["speculative_config"]
+    off, config = engine["settings"]["speculative_config"]
+    assert (off, json.loads(config)["method"]) == ("off", "suffix")
+    [engine] = decisions_of(suffix, suffix)["engines"]
+    assert engine["settings"] == {}
 
 
 def test_a_changed_number_of_drafts_is_a_difference(folders: tuple[Path, Path], tmp_path: Path) -> None:

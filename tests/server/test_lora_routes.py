@@ -111,7 +111,10 @@ def test_an_adapter_is_loaded_replaced_and_unloaded_at_runtime(server: ServerPro
         ({"lora_name": "x", "lora_path": "{folder}/foreign"}, (400, "invalid_parameter", "lora_path")),
         ({"lora_name": "x", "lora_path": "{folder}/large"}, (400, "invalid_parameter", "lora_path")),
         ({"lora_name": "pocket", "lora_path": "{folder}/a0"}, (400, "invalid_parameter", "lora_name")),
-        ({"lora_name": "x", "lora_path": "{folder}/a0", "base_model_name": "y"}, (404, "model_not_found", "model")),
+        (
+            {"lora_name": "x", "lora_path": "{folder}/a0", "base_model_name": "y"},
+            (404, "model_not_found", "base_model_name"),
+        ),
     ],
 )
 def test_an_adapter_that_cannot_be_used_changes_nothing(

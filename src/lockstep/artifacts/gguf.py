@@ -51,7 +51,15 @@ from lockstep.artifacts.layout import (
     split_fused,
 )
 from lockstep.artifacts.metadata import Metadata
-from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, QueryScaling, RopeScaling, Tensor
+from lockstep.artifacts.model import (
+    ADAPTER_AS_MODEL,
+    Artifact,
+    Encoding,
+    ModelConfig,
+    QueryScaling,
+    RopeScaling,
+    Tensor,
+)
 from lockstep.artifacts.task import Task
 from lockstep.artifacts.tensors import bytes_by_encoding
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
@@ -241,6 +249,8 @@ def _interleaved(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def _architecture(metadata: Metadata) -> Architecture:
+    if metadata.text("general.type", "model") == "adapter":
+        raise metadata.unsupported(ADAPTER_AS_MODEL)
     name = metadata.text("general.architecture")
     known = {row.name: row for row in ARCHITECTURES.values() if row.in_gguf}
     if name not in known:

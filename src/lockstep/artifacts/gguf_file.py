@@ -124,7 +124,7 @@ class _Reader:
     def _header(self) -> tuple[int, int]:
         magic, version = struct.unpack("<4sI", self._take(8, "the header"))
         if magic != b"GGUF":
-            self._corrupt(f"starts with {magic!r}, not with b'GGUF'")
+            self._corrupt(f"is no GGUF file: it starts with {magic!r}")
         if version & 0xFFFF == 0:
             raise UnsupportedArtifactError("a big-endian GGUF file; little-endian ones are read", path=self._path)
         if version not in (2, 3):

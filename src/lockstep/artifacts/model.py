@@ -359,6 +359,13 @@ class AdapterTarget(NamedTuple):
     scale: float
 
 
+ADAPTER_AS_MODEL = (
+    "a LoRA adapter, not a model; name its base as the model, and the adapter by --lora-modules NAME=PATH, --lora PATH "
+    "or `adapter:` in a manifest"
+)
+"""Reason why a source that is an adapter cannot be opened as a model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A LoRA adapter on disk that has been opened and checked against its base model."""

@@ -9,7 +9,7 @@ from lockstep.artifacts.gguf import open_gguf
 from lockstep.artifacts.hub.source import SCHEME as _HUB
 from lockstep.artifacts.hub.source import DownloadProgress, HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.huggingface import open_huggingface
-from lockstep.artifacts.model import Artifact
+from lockstep.artifacts.model import ADAPTER_AS_MODEL, Artifact
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.spelling import nearest
 
@@ -95,6 +95,8 @@ def _open_directory(path: Path, source: str, cache_dir: Path) -> Artifact:
         return open_huggingface(path, source, cache_dir)
     names = sorted(entry.name for entry in path.iterdir())
     gguf_files = [name for name in names if name.endswith(".gguf")]
+    if "adapter_config.json" in names:
+        raise ArtifactNotFoundError(ADAPTER_AS_MODEL, path=source)
     if gguf_files:
         raise ArtifactNotFoundError(f"a directory of GGUF files; specify one of them: {_some(gguf_files)}", path=source)
     found = _some(names) if names else "nothing"

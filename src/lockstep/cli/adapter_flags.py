@@ -8,11 +8,12 @@ import msgspec
 
 from lockstep.engine.options import AdapterSource
 from lockstep.errors import UsageError
+from lockstep.spelling import listed
 
 FLAG = "--lora-modules"
 
 
-class _Module(msgspec.Struct, frozen=True):
+class _Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An adapter in vLLM's JSON form."""
 
     name: str
@@ -38,11 +39,15 @@ def _is_module(word: str) -> bool:
     return "=" in word or word.startswith("{")
 
 
-def adapters_of(values: Sequence[str] | None) -> tuple[AdapterSource, ...]:
+def adapters_of(values: Sequence[str] | None, bases: Sequence[str] = ()) -> tuple[AdapterSource, ...]:
     """Read the values of the flag.
 
+    Args:
+        bases: names of the adapters' model, of which ``base_model_name`` must be one; empty: it may be any.
+
     Raises:
-        UsageError: a value is neither ``NAME=PATH`` nor JSON with ``name`` and ``path``, or a name occurs twice.
+        UsageError: a value is neither ``NAME=PATH`` nor JSON with ``name`` and ``path``, a name occurs twice, or an
+            adapter is declared for another model.
     """
     found: dict[str, AdapterSource] = {}
     for value in values or ():
@@ -51,7 +56,12 @@ def adapters_of(values: Sequence[str] | None) -> tuple[AdapterSource, ...]:
                 module = msgspec.json.decode(value, type=_Module)
             except msgspec.DecodeError as error:
                 raise UsageError(f'{FLAG}: {error}; it must be NAME=PATH or {{"name": …, "path": …}}') from None
-            name, path = module.name, module.path
+            name, path, base = module.name, module.path, module.base_model_name
+            if base is not None and bases and base not in bases:
+                raise UsageError(
+                    f"{FLAG}: base_model_name of {name!r} is {base!r}; this server's model is {listed(bases, 'or')}: "
+                    "leave it out, or add this name with --served-model-name"
+                )
         else:
             name, _, path = value.partition("=")
         if not name.strip() or not path.strip():

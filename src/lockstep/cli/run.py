@@ -187,6 +187,10 @@ def _check_no_answer(task: str, given: RunFlags) -> None:
     if names:
         flag = f"--{names[0].replace('_', '-')}"
         raise UsageError(f"{flag} is for models that generate text; this model's task is {task!r}")
+    if given.lora is not None:
+        raise UsageError(
+            "--lora applies to generated text only; for vectors and scores, use lockstep serve --lora-modules NAME=PATH"
+        )
 
 
 def _read(flag: str, path: Path) -> str:
@@ -202,6 +206,8 @@ def _with_adapter(model: str, options: LoadOptions, path: str | None) -> LoadOpt
         return options
     from lockstep.engine.loading import open_adapters, with_room_for
 
+    if not path.strip():
+        raise UsageError("--lora is empty; it must be a PEFT directory, a GGUF file or hf://org/name")
     source = AdapterSource(path, path)
     return with_room_for(replace(options, adapters=(source,)), open_adapters(model, (source,), options.cache_dir))
 

@@ -209,7 +209,9 @@ def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -
     load, kv = given.load(), kv_options(given.worker)
     model, model_flags, cluster_flags = given.model, given.model_flags, given.cluster
     _check_together(model, model_flags, cluster_flags)
-    adapters = {each.name: each.path for each in adapters_of(given.adapters.lora_modules)}
+    names = model_flags.served_model_name or ((DEMO_NAME,) if model is None else names_of_source(model))
+    bases = tuple(dict.fromkeys((*names, *names_of_source(model or POCKET))))
+    adapters = {each.name: each.path for each in adapters_of(given.adapters.lora_modules, bases)}
     if adapters and cluster_flags.manifest is not None:
         raise UsageError("--lora-modules does not apply to --manifest; set `adapter:` for models in the manifest")
     options = ClusterOptions(
@@ -223,7 +225,6 @@ def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -
     )
     if cluster_flags.manifest is None:
         template = flags.read_template(model_flags.chat_template)
-        names = model_flags.served_model_name or ((DEMO_NAME,) if model is None else names_of_source(model))
         if taken := [name for name in names if name in adapters]:
             raise UsageError(f"--lora-modules names {taken[0]!r}, which is the model's own name; choose another")
         if adapters:  # before any file is read, so that the flag holds for adapters that are loaded later

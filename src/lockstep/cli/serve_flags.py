@@ -210,6 +210,9 @@ class ForeignFlags:
     enable_log_requests: Annotated[bool, typer.Option("--enable-log-requests", hidden=True)] = False
     enable_prompt_tokens_details: Annotated[bool, typer.Option("--enable-prompt-tokens-details", hidden=True)] = False
     enable_server_load_tracking: Annotated[bool, typer.Option("--enable-server-load-tracking", hidden=True)] = False
+    max_cpu_loras: _Count = None
+    lora_dtype: _Text = None
+    fully_sharded_loras: Annotated[bool, typer.Option("--fully-sharded-loras", hidden=True)] = False
 
 
 _ONE_DEVICE = "{flag} is {value}; it must be 1, because a model runs on one device"
@@ -242,6 +245,9 @@ _HARMLESS: Mapping[str, str] = {
     "enable_log_requests": "requests are logged unless --disable-log-requests is given",
     "enable_prompt_tokens_details": "answers always have these details",
     "enable_server_load_tracking": "/load always reports the load",
+    "max_cpu_loras": "adapters beyond --max-loras stay in their files until a request needs them",
+    "lora_dtype": "adapters keep the 16 bits of their files, and F32 is rounded to F16",
+    "fully_sharded_loras": "a model runs on one device",
 }
 """By field: the reason why the flag has no effect."""
 

@@ -74,7 +74,7 @@ class RuntimeAdapters:
             if entry is None:
                 known = [each.id for each in manifest.entries if each.adapter is not None]
                 hint = did_you_mean(name, known) or (f"loaded are {listed(known)}" if known else "none is loaded")
-                raise ModelNotFoundError(f"The lora adapter '{name}' cannot be found; {hint}.", param="lora_name")
+                raise ModelNotFoundError(f"The lora adapter '{name}' cannot be found; {hint}", param="lora_name")
             if _is_used(manifest, entry):
                 raise InvalidParameterError(
                     f"{name!r} is part of the manifest's routing; apply a manifest without it", param="lora_name"
@@ -100,7 +100,10 @@ class RuntimeAdapters:
     def _base(self, name: str | None) -> ModelEntry:
         """Declared entry of the model to which an adapter is added."""
         if name is not None:
-            model = self._state.models.find(name)
+            try:
+                model = self._state.models.find(name)
+            except ModelNotFoundError as error:
+                raise ModelNotFoundError(str(error), param="base_model_name") from None
             if not _accepts_adapters(model):
                 raise InvalidParameterError(_NOT_ENABLED.format(model.id), param="base_model_name")
             return model.declared

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 
 from lockstep.errors import ConfigError
 from lockstep.option_fields import Range, check_options, option_types
-from lockstep.spelling import did_you_mean
+from lockstep.spelling import listed
 
 MAX_DRAFTS = 32
 """Maximum number of drafts of a sequence in a step."""
+_EXAMPLE = 'for example: {"method": "suffix"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,18 @@ class SpeculativeConfig:
         """Parse a JSON object.
 
         Raises:
-            ConfigError: it is no valid configuration.
+            ConfigError: it is no valid configuration; the message begins with ``speculative_config``.
         """
         try:
             given = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"speculative_config is not JSON: {error}") from None
+            raise ConfigError(f"speculative_config is not JSON: {error}; {_EXAMPLE}") from None
         if not isinstance(given, dict):
-            raise ConfigError('speculative_config must be a JSON object, for example {"method": "suffix"}')
-        return cls.of(given)
+            raise ConfigError(f"speculative_config is no JSON object; {_EXAMPLE}")
+        try:
+            return cls.of(given)
+        except ConfigError as error:
+            raise ConfigError(f"speculative_config: {error}") from None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
@@ -67,15 +71,12 @@ class SpeculativeConfig:
             ConfigError: it is no valid configuration.
         """
         types = option_types(cls)
-        for name in given:
-            if name not in types:
-                hint = did_you_mean(str(name), types)
-                raise ConfigError(
-                    f"speculative_config has the unsupported member {name!r}{hint and '; '}{hint}; "
-                    f"supported are {', '.join(types)}"
-                )
         if "method" not in given:
-            raise ConfigError("speculative_config has no method; it must be ngram or suffix")
+            raise ConfigError("has no method; it must be ngram or suffix")
+        if not types["method"].fits(given["method"]):  # before the members of other methods, such as a draft model
+            raise ConfigError(f"method is {given['method']!r}; it must be {types['method'].right()}")
+        if unknown := [name for name in given if name not in types]:
+            raise ConfigError(f"has the unsupported member {unknown[0]!r}; supported are {listed(list(types))}")
         return cls(**given)
 
     def text(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from lockstep.core.policy import SchedulerConfig
+from lockstep.engine.drafter import Speculator
 from lockstep.errors import LockstepError, TraceError
 from lockstep.release.verdict import Decision, Triage, Verdict
 from lockstep.replay.calibrate import calibrate
@@ -70,6 +71,7 @@ def decisions_of(baseline: Trace, candidate: Trace) -> dict[str, Any]:
         a, b = engines_a[number], engines_b[number]
         differing = differing_fields(a.config, b.config)
         settings = {name: [getattr(a.config, name), getattr(b.config, name)] for name in differing}
+        settings |= _different_drafts(a, b)
         found.append(
             {
                 "engine": number,
@@ -82,6 +84,12 @@ def decisions_of(baseline: Trace, candidate: Trace) -> dict[str, Any]:
     only = sorted(engines_a.keys() ^ engines_b.keys())
     notes = [f"engine {number} is in one recording only" for number in only]
     return {"engines": found, "notes": notes}
+
+
+def _different_drafts(a: EngineEntry, b: EngineEntry) -> dict[str, list[str]]:
+    """Configurations of drafts, if they differ. Prices of rows are measured at each start, and are no setting."""
+    both = [Speculator.of(each.speculation).config.text() if each.speculation else "off" for each in (a, b)]
+    return {} if both[0] == both[1] else {"speculative_config": both}
 
 
 def _difference(baseline: Trace, candidate: Trace, number: int) -> dict[str, Any]:

@@ -29,10 +29,11 @@ def recorded_adapters(trace: Trace, engine: EngineEntry, given: Sequence[Adapter
         adapter = by_fingerprint.get(entry.adapter_fingerprint)
         if adapter is None:
             other = by_name.get(entry.adapter)
-            has = f"the given one has {other.fingerprint}" if other else f"pass --lora-modules {entry.adapter}=PATH"
+            missing = "none of the given adapters has it" if given else "it is not given"
+            has = f"the given one has {other.fingerprint}" if other else missing
             raise TraceError(
                 f"{trace.files[0].parent}: the recording uses adapter {entry.adapter!r} with fingerprint "
-                f"{entry.adapter_fingerprint}; {has}"
+                f"{entry.adapter_fingerprint}; {has}: pass --lora-modules {entry.adapter}=PATH"
             )
         found[entry.seq_id] = replace(adapter, name=entry.adapter)
     return found
