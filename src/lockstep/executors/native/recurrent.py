@@ -1,4 +1,4 @@
-"""Recurrent layers of a program: gated delta nets, short convolutions, and the output gates of attention beside them.
+"""Recurrent layers of a program: gated delta nets, short convolutions, and the output gate of attention beside them.
 
 Sources of the formulas: `Qwen3_5GatedDeltaNet`, `Qwen3_5Attention`, `Lfm2ShortConv` and `Lfm3Attention` in
 transformers. The operations are those of ``recurrent.hpp``, token by token.
