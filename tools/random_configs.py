@@ -26,6 +26,7 @@ _CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
 }
 _MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "qwen35": "qwen3_5_text", "gemma4": "gemma4_text"}
@@ -108,7 +109,7 @@ def _particulars(shape: Shape) -> dict[str, Any]:
         case "smollm3":
             rotated = [int(layer not in shape.unrotated_layers) for layer in range(shape.num_layers)]
             return {"no_rope_layers": rotated, "pad_token_id": 0}
-        case "qwen35" | "lfm2":
+        case "qwen35" | "lfm2" | "lfm3":
             return hybrid_config(shape)
         case "gemma4":
             return gemma4_config(shape)

@@ -17,18 +17,29 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.generic]
 
-HYBRIDS = ("qwen35", "lfm2")
+HYBRIDS = ("qwen35", "lfm2", "lfm3")
+ROTATED_SHARE = 0.5
+"""Part of each head that LFM3's layers without a window rotate."""
 KERNELS = (".linear_attn.conv1d.weight", ".conv.conv.weight")
 """Ends of the names of convolutions' kernels, which are never quantised."""
-_LFM2_NAMES = {
+_LFM_NAMES = {
     "input_layernorm": "operator_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+}
+_LFM2_NAMES = {
+    **_LFM_NAMES,
     "post_attention_layernorm": "ffn_norm",
     "self_attn.o_proj": "self_attn.out_proj",
     "self_attn.q_norm": "self_attn.q_layernorm",
     "self_attn.k_norm": "self_attn.k_layernorm",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2",
-    "mlp.up_proj": "feed_forward.w3",
+}
+_LFM3_NAMES = {
+    **_LFM_NAMES,
+    "post_attention_layernorm": "post_operator_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffn_norm",
 }
 _GGUF_NAMES = {
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
@@ -92,15 +103,16 @@ def recurrent_tensors(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
 
 def huggingface_name(shape: Shape, name: str) -> str:
     """Name of a tensor in a Hugging Face file."""
-    if shape.architecture != "lfm2":
+    if shape.architecture not in ("lfm2", "lfm3"):
         return name
+    names = _LFM2_NAMES if shape.architecture == "lfm2" else _LFM3_NAMES
     if name == "model.norm.weight":
         return "model.embedding_norm.weight"
     if not name.startswith("model.layers."):
         return name
     layer, module = name.removeprefix("model.layers.").split(".", 1)
     module, _, kind = module.rpartition(".")
-    return f"model.layers.{layer}.{_LFM2_NAMES.get(module, module)}.{kind}"
+    return f"model.layers.{layer}.{names.get(module, module)}.{kind}"
 
 
 def gguf_name(shape: Shape, name: str) -> str | None:
@@ -156,7 +168,19 @@ def hybrid_config(shape: Shape) -> dict[str, Any]:
     """Keys of config.json that only hybrid decoders have."""
     net = shape.delta_net
     names = {"attention": "full_attention", "delta_net": "linear_attention", "convolution": "conv"}
-    config: dict[str, Any] = {"layer_types": [names[kind] for kind in shape.mixers]}
+    windows = shape.windows or (0,) * shape.num_layers
+    kinds = ["sliding_attention" if window else names[kind] for kind, window in zip(shape.mixers, windows, strict=True)]
+    config: dict[str, Any] = {"layer_types": kinds}
+    if shape.architecture == "lfm3":
+        rope = {"rope_type": "proportional", "rope_theta": shape.rope_theta, "partial_rotary_factor": ROTATED_SHARE}
+        return config | {
+            "conv_L_cache": shape.conv_taps, "conv_bias": False, "norm_eps": shape.rms_norm_eps,
+            "sliding_window": max(windows), "use_sandwich_norm": True, "use_attention_gate": True, "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": rope,
+                "sliding_attention": {"rope_type": "default", "rope_theta": shape.local_rope_theta},
+            },
+        }  # fmt: skip
     if net is None:
         return config | {
             "conv_L_cache": shape.conv_taps, "conv_bias": False, "norm_eps": shape.rms_norm_eps,

@@ -12,6 +12,8 @@ from tools.random_gemma4 import gemma4_tensors
 from tools.random_hybrids import HYBRIDS, DeltaShape, recurrent_tensors
 
 BIASED = ("qwen2",)
+BOTH_NORMS = ("gemma3", "lfm3")
+"""Architectures with norms before and after attention and feed-forward."""
 HEAD_NORMS = ("qwen3", "gemma3", *HYBRIDS)
 POST_NORM = ("olmo2", "olmo3")
 FUSED = ("phi3",)
@@ -161,6 +163,17 @@ SHAPES: Mapping[str, Shape] = {
         per_layer_size=32,
         logits_cap=30.0,
     ),
+    "tiny-lfm3": replace(
+        _SMALL,
+        architecture="lfm3",
+        num_layers=5,
+        rope_theta=1e6,
+        tied_embeddings=True,
+        mixers=_mixed("convolution", "cacaa"),
+        conv_taps=7,
+        windows=(0, 16, 0, 0, 16),
+        local_rope_theta=1e4,
+    ),
     "small-llama": Shape("llama", 2, 256, 512, 4, 2, 64),
     "small-qwen3": Shape("qwen3", 2, 256, 512, 4, 2, 64, rope_theta=1e6, tied_embeddings=True),
     "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, tied_embeddings=True),
@@ -199,6 +212,24 @@ SHAPES: Mapping[str, Shape] = {
         tied_embeddings=True,
         mixers=_mixed("convolution", "ccaccaccacacacac"),
         conv_taps=3,
+    ),
+    "lfm3-1.7b": Shape(
+        "lfm3",
+        24,
+        2048,
+        7680,
+        16,
+        4,
+        128,
+        128000,
+        128000,
+        1e6,
+        1e-5,
+        tied_embeddings=True,
+        mixers=_mixed("convolution", "ccac" + "acac" * 5),
+        conv_taps=7,
+        windows=(0, 0, 0, 0, *(256, 0, 0, 0) * 5),
+        local_rope_theta=1e4,
     ),
     "gemma-4-e2b": Shape(
         "gemma4",
@@ -252,10 +283,12 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
         layer |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
     if shape.architecture in POST_NORM:
         layer |= {"self_attn.q_norm": (queries,), "self_attn.k_norm": (keys,)}
-    if shape.architecture == "gemma3":
+    if shape.architecture in BOTH_NORMS:
         layer |= {"pre_feedforward_layernorm": (hidden,)}
-    if shape.architecture in ("gemma3", *POST_NORM):
+    if shape.architecture in (*BOTH_NORMS, *POST_NORM):
         layer |= {"post_feedforward_layernorm": (hidden,)}
+    if shape.architecture == "lfm3":
+        layer |= {"self_attn.g_proj": (shape.num_heads, hidden)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
     if shape.architecture == "gemma4":
         shapes |= gemma4_tensors(shape)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.layout import layer_norms
 from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.tensors import dequantise
-from lockstep.executors.rotary import inverse_frequencies
+from lockstep.executors.rotary import inverse_frequencies, local_frequencies
 
 Floats = npt.NDArray[np.float64]
 
@@ -17,16 +18,16 @@ Floats = npt.NDArray[np.float64]
 def hybrid_logits(artifact: Artifact, token_ids: Sequence[int]) -> Floats:
     """Logits [T, vocab] of all tokens."""
     model = _Model(artifact)
-    config = artifact.config
+    config, norms = artifact.config, layer_norms(artifact.config)
     hidden = model.tensor("model.embed_tokens.weight")[list(token_ids)]
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         x = model.norm(hidden, f"{prefix}input_layernorm")
         mixers = {"attention": model.attention, "delta_net": model.delta_net, "convolution": model.convolution}
-        hidden = hidden + mixers[config.mixer_of(layer)](x, prefix)
-        x = model.norm(hidden, f"{prefix}post_attention_layernorm")
+        hidden = hidden + model.normed(mixers[config.mixer_of(layer)](x, layer), prefix, norms.after_attention)
+        x = model.norm(hidden, f"{prefix}{norms.before_mlp}")
         gated = _silu(model.linear(x, f"{prefix}mlp.gate_proj")) * model.linear(x, f"{prefix}mlp.up_proj")
-        hidden = hidden + model.linear(gated, f"{prefix}mlp.down_proj")
+        hidden = hidden + model.normed(model.linear(gated, f"{prefix}mlp.down_proj"), prefix, norms.after_mlp)
     head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
     return model.linear(model.norm(hidden, "model.norm"), head)
 
@@ -42,6 +43,10 @@ class _Model:
         offset = self.config.norm_offset if offset is None else offset
         return _unit(x, self.config.rms_norm_eps) * (self.tensor(f"{name}.weight") + offset)
 
+    def normed(self, x: Floats, prefix: str, name: str | None) -> Floats:
+        """An output, with its norm if the model has any."""
+        return x if name is None else self.norm(x, prefix + name)
+
     def linear(self, x: Floats, name: str) -> Floats:
         y = x @ self.tensor(f"{name}.weight").T
         return y + self.tensor(f"{name}.bias") if f"{name}.bias" in self.weights else y
@@ -54,12 +59,13 @@ class _Model:
         y: Floats = sum((padded[tap : tap + len(x)] * kernel[:, tap] for tap in range(taps)), np.zeros_like(x))
         return y + self.tensor(f"{name}.bias") if f"{name}.bias" in self.weights else y
 
-    def convolution(self, x: Floats, prefix: str) -> Floats:
+    def convolution(self, x: Floats, layer: int) -> Floats:
+        prefix = f"model.layers.{layer}."
         before, after, x = np.split(self.linear(x, f"{prefix}conv.in_proj"), 3, axis=1)
         return self.linear(after * self.convolved(before * x, f"{prefix}conv.conv"), f"{prefix}conv.out_proj")
 
-    def delta_net(self, x: Floats, prefix: str) -> Floats:
-        net, own = self.config.delta_net, f"{prefix}linear_attn."
+    def delta_net(self, x: Floats, layer: int) -> Floats:
+        net, own = self.config.delta_net, f"model.layers.{layer}.linear_attn."
         assert net is not None
         keys = net.num_key_heads * net.key_dim
         mixed = _silu(self.convolved(self.linear(x, f"{own}in_proj_qkv"), f"{own}conv1d"))
@@ -85,27 +91,31 @@ class _Model:
         normed = self.norm(out, f"{own}norm", 0.0) * gate
         return self.linear(normed.reshape(len(x), -1), f"{own}out_proj")
 
-    def attention(self, x: Floats, prefix: str) -> Floats:
-        config, own = self.config, f"{prefix}self_attn."
+    def attention(self, x: Floats, layer: int) -> Floats:
+        config, own, window = self.config, f"model.layers.{layer}.self_attn.", self.config.window_of(layer)
         query = self.linear(x, f"{own}q_proj").reshape(len(x), config.num_heads, -1)
         gate = np.ones((len(x), config.num_heads, config.head_dim))
         if config.attention_gate:
             query, gate = query[..., : config.head_dim], _sigmoid(query[..., config.head_dim :])
+        if config.head_gates:
+            gate = _sigmoid(self.linear(x, f"{own}g_proj"))[..., None]
         key, value = (
             self.linear(x, f"{own}{name}_proj").reshape(len(x), config.num_kv_heads, -1) for name in ("k", "v")
         )
-        query = self.rotated(self.norm(query, f"{own}q_norm"))
-        key = self.rotated(self.norm(key, f"{own}k_norm"))
+        query = self.rotated(self.norm(query, f"{own}q_norm"), window)
+        key = self.rotated(self.norm(key, f"{own}k_norm"), window)
         groups = config.num_heads // config.num_kv_heads
         scores = np.einsum("qhd,khd->hqk", query, np.repeat(key, groups, 1)) / np.sqrt(config.head_dim)
-        scores += np.where(np.tri(len(x), dtype=bool), 0.0, -np.inf)
+        is_seen = np.tri(len(x), dtype=bool) & ~np.tri(len(x), k=-(window or len(x)), dtype=bool)
+        scores += np.where(is_seen, 0.0, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
         mixed = np.einsum("hqk,khd->qhd", shares, np.repeat(value, groups, 1)) * gate
         return self.linear(mixed.reshape(len(x), -1), f"{own}o_proj")
 
-    def rotated(self, x: Floats) -> Floats:
-        frequencies = inverse_frequencies(self.config).astype(np.float64)
+    def rotated(self, x: Floats, window: int) -> Floats:
+        is_local = self.config.local_rope_theta is not None and window > 0
+        frequencies = (local_frequencies if is_local else inverse_frequencies)(self.config).astype(np.float64)
         half = len(frequencies)
         angles = np.arange(len(x))[:, None] * frequencies
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]

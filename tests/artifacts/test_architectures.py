@@ -347,7 +347,7 @@ def test_invalid_or_unsupported_gguf_metadata_is_rejected(case: str, tmp_path: P
         open_gguf(tmp_path, name, **keys)
 
 
-@pytest.mark.parametrize("name", ["mistral", "olmo3", "granitemoehybrid"])
+@pytest.mark.parametrize("name", ["mistral", "olmo3", "granitemoehybrid", "lfm3"])
 def test_names_that_no_converter_writes_are_not_known(name: str, tmp_path: Path) -> None:
     values = {**LLAMA, "general.architecture": text(name)}
     with pytest.raises(UnsupportedArtifactError, match=f"architecture '{name}'; supported: llama"):

@@ -234,6 +234,7 @@ def set_config(**values: object) -> Callable[[Json], None]:
 
 UNSUPPORTED = {
     "architecture": (set_config(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel; supported: LlamaFor"),
+    "embedder of images": (set_config(architectures=["EmbeddingGemma2Model"]), "EmbeddingGemma2Model; supported"),
     "classifier": (set_config(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
     "model type": (set_config(architectures=None, model_type="mamba"), "model type 'mamba'"),
     "activation": (set_config(hidden_act="gelu"), "activation 'gelu'"),

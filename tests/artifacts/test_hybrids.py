@@ -54,7 +54,9 @@ def relative_error(logits: Any, golden: Any) -> float:
 def test_weights_of_safetensors_give_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     ids = hybrid_token_ids(HYBRID_CASES[name].shape).tolist()
     logits = hybrid_logits(open_huggingface_hybrid(name, tmp_path), ids)[list(POSITIONS)]
-    assert np.abs(logits - transformers_hybrid_logits(name)).max() <= 3e-5, "9e-6 was seen"
+    assert np.abs(logits - transformers_hybrid_logits(name)).max() <= 1e-4, (
+        "5e-5 was seen, with angles that are exact here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,55 @@ def test_lfm2_in_its_older_spelling() -> None:
     assert config_of("tiny-lfm2", block_ff_dim=100, block_auto_adjust_ff_dim=False).intermediate_size == 100
 
 
+LFM3_ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+
+
+def test_lfm3_by_the_defaults_of_its_class() -> None:
+    absent = dict.fromkeys(
+        ("layer_types", "rope_parameters", "sliding_window", "head_dim", "conv_L_cache", "num_key_value_heads",
+         "norm_eps", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "use_sandwich_norm",
+         "use_attention_gate")
+    )  # fmt: skip
+    config = config_of("tiny-lfm3", **absent, num_hidden_layers=8)
+    convolution, attention = "convolution", "attention"
+    assert config.mixers == (*[convolution] * 2, attention, convolution, *[attention, convolution] * 2)
+    assert config.windows == (0, 0, 0, 0, 256, 0, 0, 0)
+    assert (config.head_dim, config.num_kv_heads, config.conv_taps, config.max_model_len) == (128, 4, 7, 128000)
+    assert (config.rms_norm_eps, config.rope_theta, config.local_rope_theta) == (1e-5, 1e6, 1e4)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.factors == (1.0,) * 32 + (float(np.float32(1e30)),) * 32
+    assert (config.tied_embeddings, config.post_norm, config.head_gates) == (True, True, True)
+    assert config_of("tiny-lfm3", norm_eps=None, rms_norm_eps=1e-3).rms_norm_eps == 1e-3
+    only_full = {"layer_types": ["conv", "full_attention"] * 2 + ["conv"], "rope_parameters": LFM3_ROPE}
+    assert config_of("tiny-lfm3", **only_full).windows == ()
+
+
+@pytest.mark.parametrize("change", [{"self_attn.g_proj": (128, 128)}, {"self_attn.g_proj": None}])
+def test_gates_of_heads_have_a_row_for_each_head(change: dict[str, Any], tmp_path: Path) -> None:
+    from tools.golden.logit_cases import sharpened
+    from tools.random_models import write_safetensors
+
+    path = write_huggingface(tmp_path / "m", "tiny-lfm3", "F32")
+    [(module, size)] = change.items()
+    name = f"model.layers.1.{module}.weight"
+    tensors: dict[str, Any] = {**sharpened(SHAPES["tiny-lfm3"])}
+    tensors.pop(name)
+    write_safetensors(path / "model.safetensors", tensors | ({} if size is None else {name: np.ones(size, np.float32)}))
+    with pytest.raises(CorruptArtifactError, match=r"self_attn\.g_proj\.weight'.* \[4, 128\]"):
+        open_artifact(str(path), cache_dir=tmp_path)
+
+
+def test_a_tensor_in_two_spellings_is_refused(tmp_path: Path) -> None:
+    from tools.random_models import write_safetensors
+
+    path = write_huggingface(tmp_path / "m", "tiny-lfm3", "F32")
+    write_safetensors(path / "more.safetensors", {"model.layers.0.input_layernorm.weight": np.ones(128, np.float32)})
+    index = {"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptArtifactError, match=r"'model\.layers\.0\.input_layernorm\.weight'"):
+        open_artifact(str(path), cache_dir=tmp_path)
+
+
 def test_biases_of_convolutions_are_read(tmp_path: Path) -> None:
     from tools.random_models import write_safetensors
 
@@ -189,6 +240,32 @@ UNSUPPORTED: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "another kind of layer": ("qwen35", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention'; supported"),
     "the other family's kind": ("lfm2", {"layer_types": ["linear_attention"] * 4}, "type 'linear_attention'"),
     "no gate": ("qwen35", {"attn_output_gate": False}, "attn_output_gate"),
+    "no gates of heads": ("lfm3", {"use_attention_gate": False}, "use_attention_gate"),
+    "norms on one side": ("lfm3", {"use_sandwich_norm": False}, "use_sandwich_norm"),
+    "windows in lfm2": ("lfm2", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention'; supported"),
+    "delta nets in lfm3": ("lfm3", {"layer_types": ["linear_attention"] * 5}, "'linear_attention'; supported"),
+    "one rope for all kinds": (
+        "lfm3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "without 'full_attention'",
+    ),
+    "scaled rope": ("lfm3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+    "a part of heads in all layers": ("lfm3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "a part of heads without its type": (
+        "lfm3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+                "sliding_attention": {},
+            }
+        },
+        "a part of each head",
+    ),
+    "scaled rope in windows": (
+        "lfm3",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "yarn"}}},
+        "'yarn' in layers with a sliding window",
+    ),
 }
 CORRUPT: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "too few kinds": ("qwen35", {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries; 4 are"),
@@ -203,6 +280,19 @@ CORRUPT: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "many taps": ("lfm2", {"conv_L_cache": 1 << 33}, "conv_L_cache"),
     "no period": ("qwen35", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval"),
     "no multiple": ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 0}, "block_multiple_of"),
+    "no window": ("lfm3", {"sliding_window": 0}, "sliding_window is 0"),
+    "a huge window": ("lfm3", {"sliding_window": 1 << 40}, "sliding windows"),
+    "convolutions only": ("lfm3", {"layer_types": ["conv"] * 5}, "at least one layer of attention"),
+    "taps without a width": ("lfm3", {"conv_L_cache": 0}, "conv_L_cache"),
+    "no base of windows": ("lfm3", {"rope_parameters": LFM3_ROPE}, "rope_theta for layers of type 'sliding_attention'"),
+    "no base": (
+        "lfm3", {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_theta": 1e4}}},
+        "rope_theta for layers of type 'full_attention'"),
+    "more than a head turns": (
+        "lfm3", {"rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 1.5},
+            "sliding_attention": {"rope_theta": 1e4}}},
+        "partial_rotary_factor is 1.5"),
 }  # fmt: skip
 
 
@@ -222,6 +312,9 @@ def test_shapes_that_do_not_fit_are_refused_by_the_name_of_the_key(case: str) ->
         ("tiny-qwen35", "linear_value_head_dim", 64, r"linear_attn\.in_proj_qkv\.weight'"),
         ("tiny-lfm2", "conv_L_cache", 4, r"conv\.conv\.weight' has shape \[128, 3\]; \[128, 4\]"),
         ("tiny-lfm2", "layer_types", ["conv"] * 3 + ["full_attention"], "conv"),
+        ("tiny-lfm3", "conv_L_cache", 6, r"conv\.conv\.weight' has shape \[128, 7\]; \[128, 6\]"),
+        ("tiny-lfm3", "num_attention_heads", 2, r"self_attn\.q_proj\.weight' has shape \[128, 128\]; \[64, 128\]"),
+        ("tiny-lfm3", "layer_types", ["conv"] * 4 + ["full_attention"], "conv"),
     ],
 )
 def test_states_that_the_tensors_do_not_have_are_refused(

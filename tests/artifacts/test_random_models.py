@@ -40,6 +40,7 @@ def test_numbers_have_the_variance_of_a_trained_matrix(encoding: Encoding) -> No
         ("tinyllama-1.1b", 1100.0),
         ("qwen3.5-0.8b", 752.4),
         ("lfm2.5-350m", 354.5),
+        ("lfm3-1.7b", 1728.8),
     ],
 )
 def test_named_shapes_have_the_parameters_of_their_models(name: str, millions: float) -> None:

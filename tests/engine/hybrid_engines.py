@@ -21,7 +21,7 @@ from tools.random_models import write_huggingface, write_safetensors
 from tools.random_shapes import SHAPES
 
 Ids = tuple[int, ...]
-NAMES = ("tiny-qwen35", "tiny-lfm2", "tiny-gemma3", "tiny-gemma4")
+NAMES = ("tiny-qwen35", "tiny-lfm3", "tiny-gemma3", "tiny-gemma4")
 BLOCK = 32
 
 

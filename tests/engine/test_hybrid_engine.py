@@ -14,7 +14,7 @@ from tests.engine.hybrid_engines import BLOCK, NAMES, Answer, Ids, answers, hybr
 from tests.executors.native.loading import EACH_ISA
 
 LENGTHS = (1, 31, 33, 64, 150, 700)
-NUM_FEW_BLOCKS = {"tiny-qwen35": 70, "tiny-lfm2": 30, "tiny-gemma3": 80, "tiny-gemma4": 40}
+NUM_FEW_BLOCKS = {"tiny-qwen35": 70, "tiny-lfm3": 60, "tiny-gemma3": 80, "tiny-gemma4": 40}
 """Blocks that suffice for six prompts, but not for their answers."""
 
 

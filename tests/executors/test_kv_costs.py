@@ -48,6 +48,16 @@ def test_a_window_bounds_what_its_layers_keep() -> None:
     assert costs.bytes_of(8193) == 8224 * full + 544 * local
 
 
+def test_a_model_with_all_kinds_of_memory_keeps_the_sum() -> None:
+    """LFM3 has layers with and without windows, and convolutions."""
+    config = config_of(SHAPES["lfm3-1.7b"])
+    costs, per_token = kv_costs(config), 4 * 128 * 2 * 2
+    groups = [(group.num_layers, group.window, group.bytes_per_token) for group in costs.groups]
+    assert groups == [(6, 0, 6 * per_token), (5, 256, 6 * per_token)], "blocks of the second group have an empty part"
+    assert costs.state_bytes == 2 * costs.layout.block_bytes >= 13 * 6 * 2048 * 4
+    assert costs.bytes_of(8192) == (8192 + 256) * 6 * per_token + costs.state_bytes
+
+
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_a_longer_sequence_never_costs_less_at_borders_of_blocks(one: int, other: int) -> None:
     costs, (less, more) = kv_costs(WINDOWS), sorted((one, other))

@@ -21,9 +21,14 @@ POSITIONS = (0, 1, 2, 3, 31, 32, 63, 64, 127, 128, 300, 498, 499)
 """Positions with stored logits: the first ones, where convolutions see less than their width, borders of blocks and of
 the chunks that other engines compute at once, and the end."""
 SEED = 20261128
-_QWEN, _LFM2 = SHAPES["tiny-qwen35"], SHAPES["tiny-lfm2"]
+_QWEN, _LFM2, _LFM3 = SHAPES["tiny-qwen35"], SHAPES["tiny-lfm2"], SHAPES["tiny-lfm3"]
 _EQUAL = replace(_QWEN, delta_net=DeltaShape(3, 3, 32, 32, 4))
 _WIDE = replace(_QWEN, tied_embeddings=False, delta_net=DeltaShape(1, 4, 16, 48, 3))
+_ATTENTION, _CONVOLUTION = "attention", "convolution"
+_LFM3_BY_DEFAULT = replace(
+    _LFM3, num_layers=6, head_dim=48, tied_embeddings=False, conv_taps=3, windows=(0, 0, 0, 0, 40, 0),
+    mixers=(_CONVOLUTION, _CONVOLUTION, _ATTENTION, _CONVOLUTION, _ATTENTION, _CONVOLUTION),
+)  # fmt: skip
 
 HYBRID_CASES: Mapping[str, ArchitectureCase] = {
     "qwen35": ArchitectureCase(_QWEN),
@@ -38,6 +43,8 @@ HYBRID_CASES: Mapping[str, ArchitectureCase] = {
         },
     ),
     "lfm2-long": ArchitectureCase(replace(_LFM2, conv_taps=7)),
+    "lfm3": ArchitectureCase(_LFM3),
+    "lfm3-by-default": ArchitectureCase(_LFM3_BY_DEFAULT, {"layer_types": None, "rope_parameters": None}),
 }  # fmt: skip
 """Cases compared with transformers, in float32. Two thirds of 230, times 1.2, are 183: rounded up 192."""
 

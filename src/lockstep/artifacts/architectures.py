@@ -44,8 +44,9 @@ class Architecture:
     """Kind of the layers that are not attention, as in `ModelConfig.mixers`; empty: all layers are attention."""
     windows: str = "none"
     """Layers with a sliding window: ``none``, ``all`` (if its size is set), ``optional`` (the layers that the file
-    lists, if it enables them), ``periodic`` (all but every ``period``-th, the last of each period) or ``listed`` (those
-    that the file lists; without a list, all but the first of each ``period``)."""
+    lists, if it enables them), ``periodic`` (all but every ``period``-th, the last of each period), ``listed`` (those
+    that the file lists; without a list, all but the first of each ``period``) or ``mixed`` (those that the file lists
+    beside recurrent layers)."""
     period: int = 0
     """Distance of layers with attention to all tokens, if files list no kinds of layers."""
     rms_norm_eps: float = 1e-6
@@ -58,6 +59,11 @@ class Architecture:
     sliding_window: int = 0
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of keys that the ``text_config`` of a model with images may lack."""
+
+    @property
+    def has_local_rope(self) -> bool:
+        """True if files have rope settings for each kind of attention layer."""
+        return self.windows in ("periodic", "mixed")
 
 
 _ENCODER = {"bidirectional": True, "tied_embeddings": True, "layer_norm": True, "embedding_norm": True}
@@ -151,6 +157,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             rms_norm_eps=1e-5,
             tied_embeddings=True,
             rope_theta=1e6,
+        ),
+        Architecture(
+            "lfm3",
+            "Lfm3ForCausalLM",
+            in_gguf=False,
+            traits={"qk_norm": True, "post_norm": True, "head_gates": True},
+            recurrent="convolution",
+            windows="mixed",
+            rms_norm_eps=1e-5,
+            head_dim=128,
+            tied_embeddings=True,
+            rope_theta=1e6,
+            local_rope_theta=1e4,
+            sliding_window=256,
         ),
         Architecture(
             "gemma4",

@@ -64,7 +64,7 @@ def read_huggingface_gemma4(declared: Metadata, architecture: Architecture, num_
     head_dim = declared.integer("head_dim", 256)
     full_head_dim = _of_full_layers(declared, kinds, "head_dim", declared.integer("global_head_dim", 512))
     rope = declared.section("rope_parameters")
-    share, theta = _rotated_share(rope.section(_FULL) if rope.values else None)
+    share, theta = rotated_share(rope.section(_FULL) if rope.values else None)
     num_shared = declared.integer("num_kv_shared_layers", 0)
     owners = _owners(declared, [kind == _SLIDING for kind in kinds], num_shared, "num_kv_shared_layers")
     inner = declared.integer("intermediate_size")
@@ -84,7 +84,7 @@ def read_huggingface_gemma4(declared: Metadata, architecture: Architecture, num_
         max_model_len=declared.integer("max_position_embeddings"),
         rms_norm_eps=declared.real("rms_norm_eps", architecture.rms_norm_eps),
         rope_theta=theta,
-        rope_scaling=_scaling(share, full_head_dim),
+        rope_scaling=turning_part(share, full_head_dim),
         local_rope_theta=_local_theta(rope.section(_SLIDING), architecture),
         tied_embeddings=declared.flag("tie_word_embeddings", architecture.tied_embeddings),
         windows=tuple(window if kind == _SLIDING else 0 for kind in kinds),
@@ -254,8 +254,12 @@ def _of_full_layers(declared: Metadata, kinds: Sequence[str], key: str, default:
     return values.pop()
 
 
-def _rotated_share(rope: Metadata | None) -> tuple[float, float]:
-    """Part of each head that layers without a window rotate, and their rope base."""
+def rotated_share(rope: Metadata | None) -> tuple[float, float]:
+    """Part of each head that layers without a window rotate, and their rope base.
+
+    Args:
+        rope: settings of the rope type ``proportional`` or ``default``; None: the file has none.
+    """
     if rope is None:
         return 0.25, 1e6
     kind = rope.text("rope_type", "proportional")
@@ -276,7 +280,7 @@ def _local_theta(rope: Metadata, architecture: Architecture) -> float:
     return rope.real("rope_theta", architecture.local_rope_theta)
 
 
-def _scaling(share: float, head_dim: int) -> RopeScaling | None:
+def turning_part(share: float, head_dim: int) -> RopeScaling | None:
     """Divisors of the frequencies, so that only the first pairs of dimensions turn."""
     if share == 1.0 or not 2 <= head_dim <= _MAX_SIZE:  # the latter is refused with the other sizes
         return None

@@ -16,14 +16,14 @@ from typing import Any
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.encoders import BERT_LIKE, read_huggingface_encoder
-from lockstep.artifacts.gemma4 import read_huggingface_gemma4
-from lockstep.artifacts.hybrids import read_huggingface_mixers, renamed_lfm2
+from lockstep.artifacts.gemma4 import read_huggingface_gemma4, rotated_share, turning_part
+from lockstep.artifacts.hybrids import layer_kinds, read_huggingface_mixers, renamed_lfm2, with_lfm3_defaults
 from lockstep.artifacts.layout import check_num_layers
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import ModelConfig, QueryScaling, RopeScaling
 
 _LAYER_KINDS = {"full_attention": False, "attention": False, "sliding_attention": True}
-KNOWN_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KNOWN_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _CAUSAL, _WITH_TEXT = "ForCausalLM", "ForConditionalGeneration"
 _SHARED = ("quantization_config", "eos_token_id")
@@ -43,6 +43,8 @@ def read_config(declared: Metadata) -> ModelConfig:
         return read_huggingface_encoder(declared, architecture)
     if architecture.name == "lfm2":
         declared = renamed_lfm2(declared)
+    if architecture.name == "lfm3":
+        declared = with_lfm3_defaults(declared)
     num_layers = declared.integer("num_hidden_layers")
     check_num_layers(num_layers, declared.path)
     if architecture.name == "gemma4":
@@ -106,7 +108,7 @@ def read_rope(declared: Metadata, architecture: Architecture, head_dim: int) -> 
     rope, local = _sections(declared, architecture)
     theta = rope.real("rope_theta", declared.real("rope_theta", architecture.rope_theta))
     local_theta = None
-    if architecture.windows == "periodic":
+    if architecture.has_local_rope:
         local_theta = declared.real("rope_local_base_freq", architecture.local_rope_theta or theta)
         local_theta = local.real("rope_theta", local_theta)
     rotary_dim = _rotary_dim(rope, declared, architecture, head_dim)
@@ -295,7 +297,7 @@ def _local_layers(
     """Flags of layers with a sliding window: the list in config.json, otherwise the rule of the architecture."""
     layers = range(num_layers)
     if architecture.recurrent:
-        return [False for _ in layers]
+        return [kind == _SLIDING for kind in layer_kinds(declared, architecture, num_layers)]
     listed = _listed_layers(declared, num_layers)
     if architecture.windows in ("none", "all"):
         if listed is not None and any(listed):
@@ -341,10 +343,10 @@ def _sections(declared: Metadata, architecture: Architecture) -> tuple[Metadata,
         return declared.section("rope_scaling"), none
     rope = declared.section("rope_parameters")
     if not any(isinstance(value, dict) for value in rope.values.values()):
-        if architecture.windows == "periodic" and rope.values:
+        if architecture.has_local_rope and rope.values:
             raise declared.unsupported(f"rope_parameters without {_FULL!r}")
         return rope, none
-    if architecture.windows != "periodic":
+    if not architecture.has_local_rope:
         raise rope.unsupported("rope parameters that differ by layer; equal ones are supported")
     full, local = rope.section(_FULL), rope.section(_SLIDING)
     kind = local.text("rope_type", "default")
@@ -353,10 +355,14 @@ def _sections(declared: Metadata, architecture: Architecture) -> tuple[Metadata,
     return full, local
 
 
+def _kind(rope: Metadata) -> str:
+    return rope.text("rope_type", rope.text("type", "default"))
+
+
 def _rotary_dim(rope: Metadata, declared: Metadata, architecture: Architecture, head_dim: int) -> int | None:
     default = declared.real("partial_rotary_factor", architecture.rotary_share)
     share = rope.real("partial_rotary_factor", default)
-    if share == 1.0:
+    if share == 1.0 or _kind(rope) == "proportional":
         return None
     if not architecture.partial_rope:
         raise rope.unsupported("rope on a part of each head; rope on the whole head is supported")
@@ -367,7 +373,7 @@ def _scaling(
     rope: Metadata, declared: Metadata, architecture: Architecture, rotary_dim: int
 ) -> tuple[RopeScaling | None, int]:
     """Return the rope scaling, and the context length for which it is valid."""
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = _kind(rope)
     if kind == "su" or (kind == "yarn" and architecture.name == "phi3"):
         kind = "longrope"  # older names
     context = declared.integer("max_position_embeddings")
@@ -382,6 +388,8 @@ def _scaling(
     if kind not in KNOWN_TYPES:
         known = ", ".join(KNOWN_TYPES)
         raise rope.unsupported(f"rope type {kind!r}; supported: {known}")
+    if kind == "proportional":
+        return turning_part(rotated_share(rope)[0], rotary_dim), context
     if trained <= 0:
         raise rope.corrupt(f"original_max_position_embeddings is {trained}; a positive number is expected")
     if kind == "llama3":

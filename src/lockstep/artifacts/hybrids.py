@@ -1,6 +1,6 @@
 """Hybrid decoders: reads which layers are recurrent, their shapes, and their tensors under canonical names.
 
-Sources: the configuration and modelling classes of Qwen3.5 and LFM2 in transformers; for GGUF, llama.cpp's
+Sources: the configuration and modelling classes of Qwen3.5, LFM2 and LFM3 in transformers; for GGUF, llama.cpp's
 `src/models/{qwen35,lfm2}.cpp` and its converters in `conversion/`.
 
 Converters to GGUF store value heads of gated delta nets in tiled order and their decay rates as such. Tensors keep that
@@ -26,26 +26,44 @@ _MAX_HEADS = 1024
 _MAX_STATE_DIM = 1024
 """Maximum size of a side of a value head's matrix. A larger one than 128 is not known."""
 _MAX_TAPS = 64
-_FULL = "full_attention"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _RECURRENT_KINDS = {"delta_net": "linear_attention", "convolution": "conv"}
 """Names of recurrent layers in config.json, by kind."""
 KERNELS = (".linear_attn.conv1d.weight", ".conv.conv.weight")
 """Ends of the canonical names of convolutions' kernels ``[channels, taps]``, which are read as vectors are."""
 _UNUSED = re.compile(r"(model\.)?(visual|mtp)\..*", re.ASCII)
 """Tensors of image input and of layers that predict several tokens."""
-_LFM2_MODULES = {
+_LFM_MODULES = {
     "operator_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "self_attn.out_proj": "self_attn.o_proj",
-    "self_attn.q_layernorm": "self_attn.q_norm",
-    "self_attn.k_layernorm": "self_attn.k_norm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+_LFM2_MODULES = {
+    **_LFM_MODULES,
+    "ffn_norm": "post_attention_layernorm",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm",
+}
+_LFM3_MODULES = {
+    **_LFM_MODULES,
+    "post_operator_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffn_norm": "post_feedforward_layernorm",
+}
+_LFM3_DEFAULTS: Mapping[str, object] = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128000,
+    "conv_L_cache": 7,
+    "rope_parameters": {
+        _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 _NUMBERED = re.compile(r"(?:blk|model\.layers)\.([0-9]+)\.", re.ASCII)
 _MAX_EXTRA_LAYERS = 16
-_LFM2_LAYER = re.compile(r"model\.layers\.([0-9]+)\.([a-z0-9_.]+)\.(weight|bias)", re.ASCII)
+_LFM_LAYER = re.compile(r"model\.layers\.([0-9]+)\.([a-z0-9_.]+)\.(weight|bias)", re.ASCII)
 GGUF_HYBRID_NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen35": {
         "post_attention_norm": "post_attention_layernorm",
@@ -93,11 +111,31 @@ def renamed_lfm2(declared: Metadata) -> Metadata:
     return Metadata(declared.path, {**declared.values, **renamed})
 
 
+def with_lfm3_defaults(declared: Metadata) -> Metadata:
+    """LFM3's config.json with the defaults of its class.
+
+    Raises:
+        UnsupportedArtifactError: a variant is not supported; the error names the key.
+    """
+    for key in ("rope_scaling", "partial_rotary_factor"):
+        if key in declared.values:
+            raise declared.unsupported(f"{key} of all layers; rope_parameters by kind of layer are supported")
+    for key, part in (("use_sandwich_norm", "norms of outputs"), ("use_attention_gate", "a gate for each head")):
+        if not declared.flag(key, True):
+            raise declared.unsupported(f"{key}: false; layers with {part} are supported")
+    epsilon = declared.real("norm_eps", declared.real("rms_norm_eps", 1e-5))
+    return Metadata(declared.path, {**_LFM3_DEFAULTS, **declared.values, "rms_norm_eps": epsilon})
+
+
 def read_huggingface_mixers(declared: Metadata, architecture: Architecture, num_layers: int) -> dict[str, Any]:
     """Fields of `ModelConfig` for recurrent layers. Raises errors that name the key."""
     if not architecture.recurrent:
         return {}
-    fields: dict[str, Any] = {"mixers": _listed_mixers(declared, architecture, num_layers)}
+    kinds = layer_kinds(declared, architecture, num_layers)
+    is_attention = [kind != _RECURRENT_KINDS[architecture.recurrent] for kind in kinds]
+    fields: dict[str, Any] = {"mixers": _as_mixers(is_attention, architecture.recurrent)}
+    if architecture.name == "lfm3":
+        _check_rope_bases(declared, kinds)
     if architecture.recurrent == "convolution":
         return fields | {
             "conv_taps": declared.integer("conv_L_cache", 3), "conv_bias": declared.flag("conv_bias", False),
@@ -114,26 +152,37 @@ def read_huggingface_mixers(declared: Metadata, architecture: Architecture, num_
     return fields | {"delta_net": net}
 
 
-def _listed_mixers(declared: Metadata, architecture: Architecture, num_layers: int) -> tuple[Mixer, ...]:
+def _check_rope_bases(declared: Metadata, kinds: Sequence[str]) -> None:
+    """Each kind of attention states its rope base, because defaults of transformers depend on what is left out."""
+    rope = declared.section("rope_parameters")
+    for kind in (_FULL, _SLIDING):
+        if kind in kinds and "rope_theta" not in rope.section(kind).values:
+            raise declared.corrupt(f"rope_parameters has no rope_theta for layers of type {kind!r}")
+
+
+def layer_kinds(declared: Metadata, architecture: Architecture, num_layers: int) -> list[str]:
+    """Kind of each layer of a hybrid, by its name in ``layer_types``."""
     recurrent = architecture.recurrent
     name = _RECURRENT_KINDS[recurrent]
+    known = (_FULL, _SLIDING, name) if architecture.windows == "mixed" else (_FULL, name)
     layers = range(num_layers)
     if "layer_types" in declared.values:
         kinds = declared.strings("layer_types")
         if len(kinds) != num_layers:
             raise declared.corrupt(f"layer_types has {len(kinds)} entries; {num_layers} are expected")
         for kind in kinds:
-            if kind not in (_FULL, name):
-                raise declared.unsupported(f"a layer of type {kind!r}; supported: {_FULL}, {name}")
-    elif recurrent == "delta_net":
+            if kind not in known:
+                raise declared.unsupported(f"a layer of type {kind!r}; supported: {', '.join(known)}")
+        return kinds
+    if recurrent == "delta_net":
         period = declared.integer("full_attention_interval", architecture.period)
         if period < 1:
             raise declared.corrupt(f"full_attention_interval is {period}; at least 1 is expected")
-        kinds = [name if (layer + 1) % period else _FULL for layer in layers]
-    else:
-        attended = declared.reals("full_attn_idxs") if "full_attn_idxs" in declared.values else tuple(layers)
-        kinds = [_FULL if layer in attended else name for layer in layers]
-    return _as_mixers([kind == _FULL for kind in kinds], recurrent)
+        return [name if (layer + 1) % period else _FULL for layer in layers]
+    if architecture.windows == "mixed":
+        return [_FULL if layer % 4 == 2 else _SLIDING if layer and layer % 4 == 0 else name for layer in layers]
+    attended = declared.reals("full_attn_idxs") if "full_attn_idxs" in declared.values else tuple(layers)
+    return [_FULL if layer in attended else name for layer in layers]
 
 
 def _as_mixers(is_attention: Sequence[bool], recurrent: str) -> tuple[Mixer, ...]:
@@ -146,12 +195,18 @@ def huggingface_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> d
 
     An unknown name is kept, so that the layout check rejects it. Kernels of convolutions lose their middle axis of
     length 1.
+
+    Raises:
+        CorruptArtifactError: two tensors have the same canonical name.
     """
+    modules = {"lfm2": _LFM2_MODULES, "lfm3": _LFM3_MODULES}.get(config.architecture)
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if _UNUSED.fullmatch(name):
             continue
-        canonical = _lfm2_name(name) if config.architecture == "lfm2" else name
+        canonical = name if modules is None else _lfm_name(name, modules)
+        if canonical in renamed:
+            raise CorruptArtifactError(f"tensor {name!r} is there in two spellings, also as {canonical!r}")
         is_kernel = canonical.endswith(KERNELS)
         if is_kernel and len(tensor.shape) == 3 and tensor.shape[1] == 1:
             shape = (tensor.shape[0], tensor.shape[2])
@@ -160,13 +215,13 @@ def huggingface_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> d
     return renamed
 
 
-def _lfm2_name(name: str) -> str:
+def _lfm_name(name: str, modules: Mapping[str, str]) -> str:
     if name == "model.embedding_norm.weight":
         return "model.norm.weight"
-    layer = _LFM2_LAYER.fullmatch(name)
+    layer = _LFM_LAYER.fullmatch(name)
     if layer is None:
         return name
-    return f"model.layers.{layer[1]}.{_LFM2_MODULES.get(layer[2], layer[2])}.{layer[3]}"
+    return f"model.layers.{layer[1]}.{modules.get(layer[2], layer[2])}.{layer[3]}"
 
 
 def num_gguf_layers(metadata: Metadata, architecture: Architecture) -> int:

@@ -186,6 +186,8 @@ def _attention_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, 
         layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
     if config.sinks:
         layer["self_attn.sinks"] = (config.num_heads,)
+    if config.head_gates:
+        layer["self_attn.g_proj.weight"] = (config.num_heads, hidden)
     if config.qk_norm:
         layer |= {f"self_attn.{name}_norm.weight": (size,) for name, size in norms.items()}
     return layer

@@ -253,6 +253,8 @@ class ModelConfig:
     attention_gate: bool = False
     """Whether the output of attention is multiplied by the sigmoid of a gate. Then q_proj has, for each head, the
     query and the gate."""
+    head_gates: bool = False
+    """Whether the output of each head is multiplied by the sigmoid of one number, which g_proj has for it."""
     kv_owners: tuple[int, ...] = ()
     """By layer, the layer whose keys and values it reads; empty: each layer has its own."""
     full_head_dim: int | None = None

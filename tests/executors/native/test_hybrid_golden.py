@@ -3,9 +3,10 @@ facts of the conversion that would be seen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from tools.golden.hybrid_cases import HYBRID_CASES, NUM_TOKENS, POSITIONS, hybri
 TABLE = tuple(range(1, NUM_TOKENS // 32 + 2))
 NUM_BLOCKS = 200
 KV_BOUNDS = {"f16": 1e-3, "int8": 2e-2}
-"""Relative error of a row. States are float32 in all precisions; 4.5e-4 and 1.2e-2 were seen."""
+"""Relative error of a row, for each layer of attention. States are float32 in all precisions; 4.5e-4 and 1.5e-2 were
+seen."""
 CUTS: Sequence[Sequence[int]] = ((1, 1, 1, 1), (31, 1, 1, 100), (64, 64, 200), (3, 29, 250))
 NUM_DECODED = 120
 
@@ -47,10 +49,11 @@ def test_fewer_bits_of_keys_and_values_cost_no_more_than_stated(name: str, kv: s
     ids = hybrid_token_ids(HYBRID_CASES[name].shape).tolist()
     with loaded(open_huggingface_hybrid(name, tmp_path), NUM_BLOCKS, 0, kv_cache_precision=kv) as executor:
         logits = in_chunks(executor, ids)[list(POSITIONS)]
-    assert 0 < relative_error(logits, transformers_hybrid_logits(name)) <= KV_BOUNDS[kv]
+    bound = KV_BOUNDS[kv] * HYBRID_CASES[name].shape.mixers.count("attention")
+    assert 0 < relative_error(logits, transformers_hybrid_logits(name)) <= bound
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35-wide-values", "lfm2", "lfm2-long"])
+@pytest.mark.parametrize("name", ["qwen35", "qwen35-wide-values", "lfm2", "lfm2-long", "lfm3"])
 @pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
 def test_long_prompts_have_the_same_bits_however_they_are_cut(name: str, kv: str, tmp_path: Path) -> None:
     ids = hybrid_token_ids(HYBRID_CASES[name].shape).tolist()
@@ -60,6 +63,25 @@ def test_long_prompts_have_the_same_bits_however_they_are_cut(name: str, kv: str
             assert np.array_equal(in_chunks(executor, ids, lengths), whole), lengths
         decoded = in_chunks(executor, ids[:NUM_DECODED], [1] * NUM_DECODED)
         assert np.array_equal(decoded, whole[:NUM_DECODED])
+
+
+LFM3_TWINS: Mapping[str, Mapping[str, Any]] = {
+    "the gates of heads": {"head_gates": False},
+    "one token less in windows": {"windows": (0, 15, 0, 0, 15)},
+    "which layer sees all": {"windows": (0, 16, 0, 16, 0)},
+    "the part of heads that turns": {"rope_scaling": None},
+    "the local base": {"local_rope_theta": None},
+}
+
+
+@pytest.mark.parametrize("what", LFM3_TWINS)
+def test_omitting_a_feature_of_lfm3_changes_the_logits(what: str, tmp_path: Path) -> None:
+    artifact = open_huggingface_hybrid("lfm3", tmp_path)
+    wrong = replace(artifact, config=replace(artifact.config, **LFM3_TWINS[what]))
+    ids = hybrid_token_ids(HYBRID_CASES["lfm3"].shape).tolist()
+    with loaded(wrong, NUM_BLOCKS, 0, kv_cache_precision="f32") as executor:
+        logits = in_chunks(executor, ids)[list(POSITIONS)]
+    assert relative_error(logits, transformers_hybrid_logits("lfm3")) > 0.05
 
 
 def test_each_fact_of_the_conversion_changes_the_logits(tmp_path: Path) -> None:

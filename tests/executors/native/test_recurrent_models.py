@@ -16,6 +16,7 @@ from lockstep.artifacts.model import Artifact, Encoding, Tensor
 from lockstep.core.step import StepPlan
 from lockstep.errors import InvalidPlanError
 from lockstep.executors.base import StepBatch
+from lockstep.executors.fixed_plans import Regions
 from lockstep.executors.native.executor import NativeExecutor
 from lockstep.executors.native.packs import load_weights
 from tests.artifacts.hybrid_reference import hybrid_logits
@@ -33,7 +34,7 @@ from tools.random_hybrids import DeltaShape
 from tools.random_models import SHAPES, random_tensor
 
 Floats = npt.NDArray[np.float32]
-NAMES = ("tiny-qwen35", "tiny-lfm2")
+NAMES = ("tiny-qwen35", "tiny-lfm2", "tiny-lfm3")
 NUM_TOKENS = 90
 NUM_COLUMNS = 3
 """Blocks of the first group that a sequence of so many tokens has."""
@@ -59,15 +60,29 @@ class Chunk:
 def step(executor: NativeExecutor, *chunks: Chunk) -> list[Floats]:
     """Logits of all tokens of each chunk."""
     lengths = [len(chunk.tokens) for chunk in chunks]
+    regions = regions_before_states(executor)
     plan = StepPlan(
         step=0, evicted=(), swap_out=(), swap_in=(), copies=(), seq_ids=tuple(range(len(chunks))),
         starts=tuple(chunk.start for chunk in chunks), lengths=tuple(lengths),
         tables=tuple(chunk.table for chunk in chunks), samples=(True,) * len(chunks),
-        other_tables=tuple((chunk.states,) for chunk in chunks),
+        other_tables=tuple(
+            (*regions.other_tables(chunk.table, chunk.start, chunk.start + len(chunk.tokens)), chunk.states)
+            for chunk in chunks
+        ),
     )  # fmt: skip
     ids = np.array([token for chunk in chunks for token in chunk.tokens], np.int64)
     logits = executor.execute(StepBatch(plan, ids, np.arange(len(ids)))).copy()
     return np.split(logits, np.cumsum(lengths)[:-1])
+
+
+def regions_before_states(executor: NativeExecutor) -> Regions:
+    """Division of the pool among the groups that are not of states. Blocks of states are in the first region."""
+    geometry = executor.geometry
+    return Regions(geometry.groups[:-1], geometry.block_size, executor.num_blocks // num_regions(executor))
+
+
+def num_regions(executor: NativeExecutor) -> int:
+    return sum(group.num_parts for group in executor.geometry.groups[:-1])
 
 
 def sequences(executor: NativeExecutor, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -75,9 +90,9 @@ def sequences(executor: NativeExecutor, count: int) -> list[tuple[tuple[int, ...
     num_parts = executor.geometry.groups[-1].num_parts
     size = NUM_COLUMNS + num_parts
     blocks = [tuple(range(1 + i * size, 1 + (i + 1) * size)) for i in range(count)]
-    executor.allocate(count * size, 0)
-    content = np.full((count * size, executor.geometry.bytes_per_block), 0xFF, np.uint8)
-    executor.write_blocks(range(1, 1 + count * size), content)
+    total = count * size * num_regions(executor)
+    executor.allocate(total, 0)
+    executor.write_blocks(range(1, 1 + total), np.full((total, executor.geometry.bytes_per_block), 0xFF, np.uint8))
     return [(each[:NUM_COLUMNS], each[NUM_COLUMNS:]) for each in blocks]
 
 
@@ -164,7 +179,7 @@ def long_logits(executor: NativeExecutor, ids: Sequence[int]) -> Floats:
     """Logits at the golden positions, of a prompt in two chunks."""
     num_columns, num_parts = -(-len(ids) // 32), executor.geometry.groups[-1].num_parts
     table, state = tuple(range(1, 1 + num_columns)), tuple(range(1 + num_columns, 1 + num_columns + num_parts))
-    executor.allocate(num_columns + num_parts, 0)
+    executor.allocate((num_columns + num_parts) * num_regions(executor), 0)
     parts = [step(executor, Chunk(ids[:300], 0, table, state)), step(executor, Chunk(ids[300:], 300, table, state))]
     return np.concatenate([part[0] for part in parts])[list(POSITIONS)]
 

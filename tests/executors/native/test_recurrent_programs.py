@@ -31,7 +31,8 @@ from tools.random_models import SHAPES
 
 QWEN, LFM2 = (replace(SHAPES[name], num_layers=2) for name in ("tiny-qwen35", "tiny-lfm2"))
 QWEN, LFM2 = replace(QWEN, mixers=("delta_net", "attention")), replace(LFM2, mixers=("convolution", "attention"))
-HYBRIDS = {"qwen35": QWEN, "lfm2": LFM2}
+LFM3 = replace(SHAPES["tiny-lfm3"], num_layers=2, mixers=("convolution", "attention"), windows=())
+HYBRIDS = {"qwen35": QWEN, "lfm2": LFM2, "lfm3": LFM3}
 NUM_TOKENS = 40
 
 
@@ -102,6 +103,17 @@ def test_a_short_convolution() -> None:
     assert (convolution.columns, convolution.taps) == (LFM2.hidden_size, LFM2.conv_taps)
     assert {op.function for op in (convolution, *only(program, Action.MULTIPLY))} == {GATES["identity"]}
     assert list(program.layout.states[0]) == [program.places[convolution.place]]
+
+
+def test_gates_of_heads_and_norms_on_both_sides() -> None:
+    first = "norm product copy multiply convolve multiply product norm add norm gate product norm add"
+    second = "norm product gate attention scale_parts product norm add norm gate product norm add"
+    program = hybrid_program("lfm3")
+    assert operations(program) == f"embed {first} {second} | norm | product"
+    gates, scaled = only(program, Action.GATE)[1], only(program, Action.SCALE_PARTS)[0]
+    assert (gates.function, gates.num_weights, gates.out) == (GATES["sigmoid"], 1, scaled.in_)
+    assert (scaled.heads, scaled.stride, scaled.columns) == (LFM3.num_heads, 1, LFM3.head_dim)
+    assert scaled.out == only(program, Action.ATTENTION)[0].out
 
 
 def test_norms_are_offset_but_those_of_delta_nets_are_not() -> None:
@@ -186,6 +198,17 @@ def test_operations_that_do_not_fit_are_refused(pool: ThreadPool, wrong: str) ->
     change_op(program, index, changes)
     with pytest.raises(ExecutorError):
         run(pool, "qwen35", program)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"heads": 0}, {"heads": 5}, {"stride": 2}, {"stride": -1}, {"columns": 0}, {"columns": 33}, {"in_at": 1}],
+)
+def test_numbers_of_parts_that_are_not_there_are_refused(pool: ThreadPool, changes: dict[str, int]) -> None:
+    program = hybrid_program("lfm3")
+    change_op(program, next(i for i, op in enumerate(program.ops) if op.action is Action.SCALE_PARTS), changes)
+    with pytest.raises(ExecutorError, match=r"is not there|no room|part"):
+        run(pool, "lfm3", program)
 
 
 def test_a_multiplication_or_copy_in_place_is_refused(pool: ThreadPool) -> None:

@@ -21,7 +21,7 @@ class Action(IntEnum):
     """Operations, which ``program.hpp`` describes."""
 
     EMBED, NORM, QUANTISE, PRODUCT, GATE, ADD, ATTENTION, LOAD, SAVE, MULTIPLY, COPY = range(11)
-    RATES, CONVOLVE, DELTA, SCALE, CAP = range(11, 16)
+    RATES, CONVOLVE, DELTA, SCALE, CAP, SCALE_PARTS = range(11, 17)
 
 
 class AttentionPart(IntEnum):

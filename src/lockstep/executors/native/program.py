@@ -26,7 +26,7 @@ from lockstep.executors.kv_layout import BLOCK_TOKENS, KVLayout, Place, kv_bytes
 from lockstep.executors.native.assembly import Assembly, Frequencies, Vector
 from lockstep.executors.native.operations import NONE, Action, AttentionPart, Program
 from lockstep.executors.native.packs import Matrix
-from lockstep.executors.native.recurrent import convolution, delta_net, separate_gates
+from lockstep.executors.native.recurrent import convolution, delta_net, head_gates, separate_gates
 from lockstep.executors.native.weights import KINDS
 
 HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 512
@@ -197,9 +197,11 @@ def _attention(assembly: Assembly, layer: int) -> None:
     projected = together
     if config.attention_gate:
         projected = assembly.buffer("queries, gates, keys and values", 2 * (queries + keys), is_of_step=True)
-    assembly.product(assembly.normed(prefix, before), [f"{own}{each}_proj.weight" for each in parts], projected)
+    normed = assembly.normed(prefix, before)
+    assembly.product(normed, [f"{own}{each}_proj.weight" for each in parts], projected)
     if config.attention_gate:
         separate_gates(assembly, projected, together, 2 * keys)
+    gates = head_gates(assembly, normed, f"{own}g_proj.weight") if config.head_gates else NONE
     of_heads: dict[str, int] = {}
     if config.qk_norm_whole:
         assembly.norm(together, together, f"{own}q_norm", queries)
@@ -232,6 +234,8 @@ def _attention(assembly: Assembly, layer: int) -> None:
     if config.attention_gate:
         size = config.head_dim
         assembly.multiply(projected, mixed, size, at=size, function="sigmoid", heads=config.num_heads, stride=2 * size)
+    if config.head_gates:
+        assembly.add(Action.SCALE_PARTS, mixed, in_=gates, columns=head_dim, heads=config.num_heads, stride=1)
     assembly.to_state(mixed, f"{own}o_proj.weight", prefix, norms.after_attention)
 
 

@@ -1,7 +1,7 @@
 """Recurrent layers of a program: gated delta nets, short convolutions, and the output gate of attention beside them.
 
-Sources of the formulas: `Qwen3_5GatedDeltaNet`, `Qwen3_5Attention` and `Lfm2ShortConv` in transformers. The operations
-are those of ``recurrent.hpp``, token by token.
+Sources of the formulas: `Qwen3_5GatedDeltaNet`, `Qwen3_5Attention`, `Lfm2ShortConv` and `Lfm3Attention` in
+transformers. The operations are those of ``recurrent.hpp``, token by token.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ def separate_gates(assembly: Assembly, projected: int, together: int, others: in
     heads = {"columns": config.head_dim, "heads": config.num_heads, "stride": 2 * config.head_dim}
     assembly.add(Action.COPY, together, in_=projected, **heads)
     assembly.add(Action.COPY, together, in_=projected, in_at=2 * queries, out_at=queries, columns=others)
+
+
+def head_gates(assembly: Assembly, normed: int, name: str) -> int:
+    """Add the gates of a layer's heads, one number for each; their buffer."""
+    gates = assembly.buffer("gates of heads", assembly.config.num_heads, is_of_step=True)
+    assembly.gate(normed, [name], gates, "sigmoid")
+    return gates
 
 
 def _convolve(

@@ -293,6 +293,8 @@ void Forward::one_part(const Op& op, const float* x, float* out) const {
         std::memcpy(out, x, sizeof(float) * std::size_t(op.columns));
     else if (op.action == Action::multiply)
         elements.gate(op.function, x, out, op.columns, out);
+    else if (op.action == Action::scale_parts)
+        elements.widen(FloatType::f32, out, *x, op.columns, out);
     else if (op.centred)
         elements.layer_norm(x, vectors.data() + op.vector, op.epsilon, op.columns, out);
     else

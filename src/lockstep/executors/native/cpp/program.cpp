@@ -105,11 +105,11 @@ const char* attention_fault(const Program& p, const Op& op) {
     return nullptr;
 }
 
-// The parts of columns of a norm, a product or a copy.
+// The parts of columns of a norm, a product, a copy, or a product with one number of the input for each part.
 const char* parts_fault(const Program& p, const Op& op) {
     if (op.heads < 1 || op.heads > MAX_PARTS || op.stride < 0) return "an operation has less than one part, or more than 2^16";
-    const std::int64_t last = (op.heads - 1) * std::int64_t(op.stride);
-    if (op.columns < 1 || !has_floats(p, op.in, op.in_at, last + op.columns)) return "an operation's input is not there";
+    const std::int64_t last = (op.heads - 1) * std::int64_t(op.stride), size = op.action == Action::scale_parts ? 1 : op.columns;
+    if (op.columns < 1 || !has_floats(p, op.in, op.in_at, last + size)) return "an operation's input is not there";
     return has_floats(p, op.out, op.out_at, std::int64_t(op.heads) * op.columns) ? nullptr : "an operation's output has no room";
 }
 
@@ -180,6 +180,7 @@ const char* op_fault(const Program& p, const Op& op) {
             if (op.function < Gate::silu || int(op.function) >= GATES) return "there is no such function of a gate";
             [[fallthrough]];
         case Action::copy:
+        case Action::scale_parts:
             return op.in == op.out ? "an operation's output has no room" : parts_fault(p, op);
         case Action::rates:
             if (op.columns < 1 || op.columns > MAX_STATE_HEADS) return "a delta rule has less than one head, or more than 1024";

@@ -40,6 +40,7 @@ namespace lockstep::native {
 //   cap        out = factor * tanh(in / factor)
 //   multiply   out = function(in) * out
 //   copy       out = in
+//   scale_parts  each part of out = itself * its number in `in`
 //   rates      out = betas and decays of a delta rule with `columns` value heads, of its inputs in `in` (`rates` of
 //              recurrent.hpp). At `vector` are the rates, and then the biases
 //   convolve   out = function(convolution of `columns` channels of in over `taps` rows). At `vector` are weights
@@ -49,9 +50,12 @@ namespace lockstep::native {
 //   load       out = the row's kept columns from in_at on
 //   save       the row's kept columns from out_at on = in
 //
-// Norms, multiply and copy process `heads` parts of `columns` columns, one by one. They begin `stride` columns apart in
-// `in`, and lie side by side in `out`.
-enum class Action : std::int32_t { embed, norm, quantise, product, gate, add, attention, load, save, multiply, copy, rates, convolve, delta, scale, cap };
+// Norms, multiply, copy and scale_parts process `heads` parts of `columns` columns, one by one. They begin `stride`
+// columns apart in `in`, and lie side by side in `out`.
+enum class Action : std::int32_t {
+    embed, norm, quantise, product, gate, add, attention, load, save, multiply, copy, rates, convolve, delta, scale, cap,
+    scale_parts
+};
 enum class Part : std::int32_t { whole, store, attend, read };
 
 struct Op {
