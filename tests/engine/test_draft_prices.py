@@ -9,7 +9,7 @@ import pytest
 from lockstep.core.groups import KVGroup
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.draft_counts import FLAT_PRICES
-from lockstep.engine.draft_prices import NUM_ROWS, measured_prices, speculator_for
+from lockstep.engine.draft_prices import NUM_CONTEXT_TOKENS, NUM_ROWS, measured_prices, speculator_for
 from lockstep.engine.loading import LoadedModel, load_model
 from lockstep.executors.base import Logits, StepBatch
 from tests.engine.conftest import Pocket
@@ -33,7 +33,7 @@ class Timed:
     def execute(self, batch: StepBatch) -> Logits:
         self.num_rows.append(batch.plan.num_tokens)
         noise_s = 0.001 * (len(self.num_rows) % 3)
-        self.time_s += 0.01 + 0.002 * batch.plan.num_tokens + noise_s
+        self.time_s += 0.01 + 0.002 * batch.plan.num_tokens + 0.00003 * max(batch.plan.starts) + noise_s
         logits = self._inner.execute(batch)
         assert len(logits) == len(batch.rows)
         return logits
@@ -49,8 +49,17 @@ def test_prices_are_the_shortest_times_of_steps_with_these_numbers_of_rows(pocke
     model, config = pocket
     timed = Timed(model)
     prices = measured_prices(timed, config, timed.now_s)
-    assert [price.num_rows for price in prices] == [*NUM_ROWS]
-    assert [price.duration_us for price in prices] == [10_000 + 2_000 * rows for rows in NUM_ROWS]
+    assert [price.num_rows for price in prices.steps] == [*NUM_ROWS]
+    for rows, duration_us in prices.steps:
+        assert 0 <= duration_us - (10_000 + 2_000 * rows + 30 * NUM_CONTEXT_TOKENS) < 30 * 40, "of a short context"
+
+
+def test_the_price_of_a_context_is_measured_with_a_long_one(pocket: Pocket) -> None:
+    model, config = pocket
+    timed = Timed(model)
+    assert 25_000 < measured_prices(timed, config, timed.now_s).context_ns < 35_000
+    timed = Timed(model)
+    assert measured_prices(timed, replace(config, max_model_len=100), timed.now_s).context_ns == 0, "too short"
 
 
 @pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 79}, {"max_chunk_tokens": 6}, {"max_model_len": 40}])
@@ -59,9 +68,9 @@ def test_limits_of_a_step_and_of_a_sequence_limit_the_rows(pocket: Pocket, limit
     small: SchedulerConfig = replace(config, **limits)  # type: ignore[arg-type]  # fields by name
     timed = Timed(model)
     prices = measured_prices(timed, small, timed.now_s)
-    assert prices[0].num_rows == 1
+    assert prices.steps[0].num_rows == 1
     assert max(timed.num_rows[1:]) <= max(small.max_chunk_tokens, small.max_forced_tokens)
-    assert len(prices) >= (2 if "max_model_len" in limits else 5)
+    assert len(prices.steps) >= (2 if "max_model_len" in limits else 5)
 
 
 def test_a_stub_has_flat_prices_and_other_models_none_without_the_option(caplog: pytest.LogCaptureFixture) -> None:

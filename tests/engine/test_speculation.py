@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.step import StepEvents, StepPlan, StepResult
-from lockstep.engine.draft_counts import FLAT_PRICES
+from lockstep.engine.draft_counts import FLAT_PRICES, Price, Prices
 from lockstep.engine.drafter import Drafter, Drafts, Speculator
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
@@ -23,6 +23,7 @@ from lockstep.engine.output_rules import Reasoning, ThinkTags
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.speculative_config import SpeculativeConfig
+from lockstep.errors import TraceError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from tests.engine.conftest import Pocket
@@ -280,3 +281,41 @@ def test_models_with_windows_have_the_same_answers_and_reuse_the_same_blocks(tmp
         drafting.scheduler.reset_prefix_cache()
         assert turns(drafting) == expected
         assert drafting.metrics().counters["spec_decode_num_accepted_tokens"] > 0
+
+
+class Drafting(Speculator):
+    """A speculator that records the lengths of the sequences that it drafts for."""
+
+    def __init__(self, prices: Prices) -> None:
+        super().__init__(SpeculativeConfig("suffix", num_speculative_tokens=4), prices)
+        self.drafted_at: list[int] = []
+
+    def propose(self, generations: Iterable[Generation]) -> Drafts:
+        drafts = super().propose(generations)
+        self.drafted_at += [each.num_output for each in generations if each.seq_id in drafts]
+        return drafts
+
+
+@pytest.mark.parametrize(("second_us", "first_draft"), [(1100, 0), (1700, 8), (1960, None)])
+def test_acceptance_is_learnt_also_where_no_draft_pays_yet(
+    pocket: Pocket, second_us: int, first_draft: int | None
+) -> None:
+    """A constraint makes the answer repeat. Where a row costs more than assumed guesses are worth, drafts begin once
+    enough guesses were right; where it costs more than any guess, there are none."""
+    speculator = Drafting(Prices((Price(1, 1000), Price(2, second_us))))
+    served = Served(pocket, speculator)
+    params = SamplingParams(temperature=0.0, max_tokens=120, constraint=Constraint.regex("(abcdefgh){60}"), logprobs=0)
+    served.serve([GenerationRequest("repeat", params)])
+    if first_draft is None:
+        assert not speculator.drafted_at
+    else:
+        assert speculator.drafted_at[0] >= first_draft
+        assert (speculator.drafted_at[0] < 16) == (first_draft == 0)
+
+
+def test_a_speculator_is_restored_from_its_text() -> None:
+    speculator = Speculator(SpeculativeConfig("suffix"), Prices((Price(1, 1000), Price(2, 1700)), 40))
+    restored = Speculator.of(speculator.text())
+    assert (restored.config, restored.prices) == (speculator.config, speculator.prices)
+    with pytest.raises(TraceError):
+        Speculator.of('{"config": {"method": "suffix"}, "step_us": [[1, 1000]]}')
