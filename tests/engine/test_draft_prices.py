@@ -18,9 +18,10 @@ SUFFIX = '{"method": "suffix"}'
 
 
 class Timed:
-    """An executor whose steps take a time by their number of rows, on its own clock."""
+    """An executor whose steps take a time by their number of rows and by their context, on its own clock."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, context_us: int = 2) -> None:
+        self._context_s = context_us / 1e6
         self._inner = model.executor
         self.geometry = model.executor.geometry
         self.environment, self.machine = model.executor.environment, model.executor.machine
@@ -33,7 +34,7 @@ class Timed:
     def execute(self, batch: StepBatch) -> Logits:
         self.num_rows.append(batch.plan.num_tokens)
         noise_s = 0.001 * (len(self.num_rows) % 3)
-        self.time_s += 0.01 + 0.002 * batch.plan.num_tokens + 0.00003 * max(batch.plan.starts) + noise_s
+        self.time_s += 0.01 + 0.002 * batch.plan.num_tokens + self._context_s * max(batch.plan.starts) + noise_s
         logits = self._inner.execute(batch)
         assert len(logits) == len(batch.rows)
         return logits
@@ -51,15 +52,28 @@ def test_prices_are_the_shortest_times_of_steps_with_these_numbers_of_rows(pocke
     prices = measured_prices(timed, config, timed.now_s)
     assert [price.num_rows for price in prices.steps] == [*NUM_ROWS]
     for rows, duration_us in prices.steps:
-        assert 0 <= duration_us - (10_000 + 2_000 * rows + 30 * NUM_CONTEXT_TOKENS) < 30 * 40, "of a short context"
+        assert 0 <= duration_us - (10_000 + 2_000 * rows + 2 * NUM_CONTEXT_TOKENS) < 2 * 40, "of a short context"
 
 
-def test_the_price_of_a_context_is_measured_with_a_long_one(pocket: Pocket) -> None:
+@pytest.mark.parametrize(
+    ("context_us", "max_model_len", "expected_ns"), [(2, None, 2000), (100, None, 8000), (2, 100, 0)]
+)
+def test_the_price_of_a_context_is_measured_with_a_long_one(
+    pocket: Pocket, context_us: int, max_model_len: int | None, expected_ns: int
+) -> None:
+    """If sequences may be long enough. A disturbance is no such price."""
+    model, config = pocket
+    timed = Timed(model, context_us)
+    prices = measured_prices(timed, replace(config, max_model_len=max_model_len or config.max_model_len), timed.now_s)
+    assert prices.context_ns == pytest.approx(expected_ns, rel=0.2)
+
+
+def test_no_further_measurement_begins_after_the_maximum_time(pocket: Pocket) -> None:
     model, config = pocket
     timed = Timed(model)
-    assert 25_000 < measured_prices(timed, config, timed.now_s).context_ns < 35_000
-    timed = Timed(model)
-    assert measured_prices(timed, replace(config, max_model_len=100), timed.now_s).context_ns == 0, "too short"
+    prices = measured_prices(timed, config, lambda: 60 * timed.time_s)
+    assert len(timed.num_rows) == 1 + len(NUM_ROWS)
+    assert (len(prices.steps), prices.context_ns) == (len(NUM_ROWS), 0)
 
 
 @pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 79}, {"max_chunk_tokens": 6}, {"max_model_len": 40}])

@@ -13,7 +13,7 @@ ONE = 1 << 10
 """A probability of 1."""
 MARGIN_PERCENT = 4
 """Drafts must be expected to give at least this many percent more tokens in a time."""
-FIRST_ODDS = (512, 128, 256, 512, 704)
+FIRST_ODDS = (640, 128, 384, 576, 768)
 """Assumed acceptance of a draft after a difference, and after 1, 2, 3, and 4 or more matching tokens, until it was
 seen."""
 MAX_ODDS = ONE - ONE // 16

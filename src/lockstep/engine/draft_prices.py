@@ -39,7 +39,7 @@ look cheap."""
 NUM_RUNS = 4
 """Rounds with a step of each number of rows. The shortest one counts, since disturbances only lengthen them."""
 MAX_MEASURING_S = 5.0
-"""No further round begins after this time."""
+"""No further measurement begins after this time."""
 
 
 def speculator_for(
@@ -68,7 +68,8 @@ def measured_prices(executor: Executor, config: SchedulerConfig, now_s: Callable
         return FLAT_PRICES
     begin_s = now_s()
     shortest: dict[int, float] = {}
-    scheduler, num_short = _decoding(executor, config, min(NUM_CONTEXT_TOKENS, most_tokens // 2), most_tokens)
+    num_short, num_long = (min(count, most_tokens // 2) for count in (NUM_CONTEXT_TOKENS, NUM_LONG_CONTEXT_TOKENS))
+    scheduler = _decoding(executor, config, num_short, most_tokens)
     for _ in range(NUM_RUNS):
         for num_rows in NUM_ROWS:
             start_s = now_s()
@@ -84,10 +85,9 @@ def measured_prices(executor: Executor, config: SchedulerConfig, now_s: Callable
         steps.append(Price(num_rows, max(least_us, round(duration_s * 1e6))))
     if not steps:
         return FLAT_PRICES
-    num_long = min(NUM_LONG_CONTEXT_TOKENS, most_tokens // 2)
-    if num_long <= 2 * num_short:
+    if num_long <= 2 * num_short or now_s() - begin_s > MAX_MEASURING_S:
         return Prices(tuple(steps))
-    scheduler, _ = _decoding(executor, config, num_long, most_tokens)
+    scheduler = _decoding(executor, config, num_long, most_tokens)
     long_s = inf
     for _ in range(NUM_RUNS):
         start_s = now_s()
@@ -97,14 +97,14 @@ def measured_prices(executor: Executor, config: SchedulerConfig, now_s: Callable
     return Prices(tuple(steps), round(longer_s * 1e9) // (num_long - num_short))
 
 
-def _decoding(executor: Executor, config: SchedulerConfig, num_prompt: int, most_tokens: int) -> tuple[Scheduler, int]:
-    """Compute the prompt of a new sequence. Returns its scheduler and the number of its tokens."""
+def _decoding(executor: Executor, config: SchedulerConfig, num_prompt: int, most_tokens: int) -> Scheduler:
+    """Compute the prompt of a new sequence. Returns its scheduler."""
     scheduler = Scheduler(config)
     scheduler.add(Request(num_prompt, most_tokens - num_prompt))
     num_tokens = 0
     while num_tokens < num_prompt and (plan := _run(executor, scheduler, 0)) is not None:
         num_tokens += plan.num_tokens
-    return scheduler, num_prompt
+    return scheduler
 
 
 def _run(executor: Executor, scheduler: Scheduler, num_drafts: int) -> StepPlan | None:
