@@ -1,4 +1,4 @@
-"""Draft methods: guess the next tokens of a sequence from an earlier place with the same last tokens.
+"""Draft methods: guess the next tokens of a sequence from earlier places with the same last tokens.
 
 A guess is a pure function of token ids. It never affects an answer, only how many tokens a step may give.
 
