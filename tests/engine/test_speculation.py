@@ -306,8 +306,8 @@ def drafted_at(pocket: Pocket, second_us: int) -> list[int]:
 
 
 def test_acceptance_is_learnt_also_where_no_draft_pays_yet(pocket: Pocket) -> None:
-    """Where a row costs more than assumed guesses are worth, drafts begin once enough guesses were right; where it costs
-    more than any guess, there are none."""
+    """Where a row costs more than assumed guesses are worth, drafts begin once enough guesses were right; where it
+    costs more than any guess, there are none."""
     cheap, dear = (drafted_at(pocket, second_us) for second_us in (1100, 1700))
     assert cheap[0] < dear[0]
     assert dear[0] > LEARNING_TOKENS
