@@ -6,7 +6,9 @@
 A model with random weights repeats nothing, so the answers are given: each step is computed by the model, and then the
 logit of the next token of the given answer becomes the greatest. So the price of every row is the model's, and the
 acceptance is that of the texts. Every request has its own cache salt, so that drafts come from its prompt and its own
-answer only. Rounds with and without drafts alternate; ratios are of one round, with their median, least and greatest.
+answer only. With `--earlier N`, all requests of a round have one salt, and N requests of the workload with other
+contents are answered before, which are not timed: a service that gets such requests all the time. Rounds with and
+without drafts alternate; ratios are of one round, with their median, least and greatest.
 The ratio of tokens per second of processor time depends less on other load. All answers are compared with the given
 ones.
 """
@@ -160,6 +162,10 @@ class GivenAnswers:
         return logits
 
 
+TokenCase = tuple[tuple[int, ...], tuple[int, ...]]
+"""Tokens of a prompt and of its answer."""
+
+
 class Result(NamedTuple):
     """One round of one side."""
 
@@ -179,15 +185,24 @@ class Bench:
         object.__setattr__(model, "executor", self._executor)
         self._model = model
 
-    def run(self, cases: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], label: str, *, drafts: bool) -> Result:
-        """Serve the cases together; the time begins when all prompts are computed."""
-        self._executor.answers = dict(cases)
+    def run(self, cases: Sequence[TokenCase], earlier: Sequence[TokenCase], label: str, *, drafts: bool) -> Result:
+        """Serve the cases together; the time begins when all prompts are computed.
+
+        Args:
+            earlier: cases that are served before.
+        """
+        self._executor.answers = dict([*cases, *earlier])
         speculator = Speculator(self._speculative, self.prices) if drafts else None
         engine = Engine(self._model, self._config, drafter=speculator)
-        ids = []
-        for number, (prompt, answer) in enumerate(cases):
-            params = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
-            ids.append(engine.submit(GenerationRequest(prompt, params, cache_salt=f"{label} {number}")))
+        for case in earlier:
+            engine.submit(_request(case, label))
+        engine.run_until_idle()
+        engine.drain_finished()
+        counters_before = engine.metrics().counters
+        ids = [
+            engine.submit(_request(case, label if earlier else f"{label} {number}"))
+            for number, case in enumerate(cases)
+        ]
         num_before = 0
         while num_before < len(cases):
             engine.step()
@@ -203,12 +218,17 @@ class Bench:
             assert output.completions[0].token_ids == answer, "an answer differs from the given one"
             total += len(answer)
         counters = engine.metrics().counters
-        return Result(
-            (total - done) / elapsed_s,
-            (total - done) / cpu_s,
-            counters.get("spec_decode_num_draft_tokens", 0),
-            counters.get("spec_decode_num_accepted_tokens", 0),
+        drafted, accepted = (
+            counters.get(name, 0) - counters_before.get(name, 0)
+            for name in ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
         )
+        return Result((total - done) / elapsed_s, (total - done) / cpu_s, drafted, accepted)
+
+
+def _request(case: TokenCase, salt: str) -> GenerationRequest:
+    prompt, answer = case
+    params = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
+    return GenerationRequest(prompt, params, cache_salt=salt)
 
 
 def main() -> None:
@@ -219,6 +239,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("--workload", nargs="+", default=[*WORKLOADS], choices=[*WORKLOADS])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--earlier", type=int, default=0, metavar="N", help="requests that are served before")
     parser.add_argument("--most", type=int, default=160, metavar="TOKENS", help="maximum length of an answer")
     args = parser.parse_args()
     limits = EngineOptions(max_num_seqs=max(args.at_once), max_model_len=1024, max_num_batched_tokens=512)
@@ -230,7 +251,8 @@ def main() -> None:
         return tuple([each % (model.vocab_size - 1) + 1 for each in ids])
 
     bench = Bench(model, config, SpeculativeConfig.parse(args.config))
-    print("step, us by rows:", " ".join(f"{rows}: {duration}" for rows, duration in bench.prices))
+    print("step, us by rows:", " ".join(f"{rows}: {duration}" for rows, duration in bench.prices.steps), end="; ")
+    print(f"{bench.prices.context_ns} ns for each token of context")
     heads = (*("workload", "at once", "plain tok/s"), *("ratio", "least", "most") * 2, "accepted")
     print("{:<12}{:>8}{:>12}{:>7}{:>7}{:>7}{:>12}{:>7}{:>7}  {}".format(*heads[:6], "CPU ratio", *heads[7:]))
     for name in args.workload:
@@ -238,13 +260,18 @@ def main() -> None:
             rounds = []
             for number in range(args.rounds):
                 draw = random.Random(f"{name} {at_once} {number}")
-                made = [WORKLOADS[name](draw) for _ in range(at_once)]
+                made = [WORKLOADS[name](draw) for _ in range(at_once + args.earlier)]
                 cases = [
-                    ((*encode(f"{place}. {case.prompt}"),), encode(case.answer)[: args.most])
+                    (encode(f"{place}. {case.prompt}"), encode(case.answer)[: args.most])
                     for place, case in enumerate(made)
                 ]
+                timed, earlier = cases[:at_once], cases[at_once:]
+                if number == 0:  # the first steps of a size are slower
+                    bench.run([(prompt, answer[:8]) for prompt, answer in timed], [], "warm-up", drafts=False)
                 order = (False, True) if number % 2 else (True, False)
-                sides = {drafts: bench.run(cases, f"{name} {number} {drafts}", drafts=drafts) for drafts in order}
+                sides = {
+                    drafts: bench.run(timed, earlier, f"{name} {number} {drafts}", drafts=drafts) for drafts in order
+                }
                 rounds.append((sides[False], sides[True]))
             ratios = [drafting.tokens_per_s / plain.tokens_per_s for plain, drafting in rounds]
             of_cpu = [drafting.tokens_per_cpu_s / plain.tokens_per_cpu_s for plain, drafting in rounds]

@@ -96,6 +96,17 @@ def test_tasks_are_shown_if_a_model_is_not_for_text() -> None:
     assert not any("TASK" in line for line in lines_of(view_of(snapshot_of())))
 
 
+def test_accepted_drafts_are_shown_while_a_model_makes_drafts() -> None:
+    view = view_of(snapshot_of(("router", "billing")))
+    assert not any("DRAFTS" in line for line in lines_of(view))
+    engines = (EngineStats("router"), EngineStats("billing", draft_share=0.625))
+    server = dataclasses.replace(view.server, stats=changed(view.server.stats, engines=engines))
+    lines = lines_of(dataclasses.replace(view, server=server))
+    end = next(line.index("DRAFTS") + len("DRAFTS") for line in lines if "DRAFTS" in line)
+    shown = {line.split()[0]: line[:end].split()[-1] for line in lines if line.startswith(("router", "billing"))}
+    assert shown == {"router": "-", "billing": "62%"}
+
+
 def test_fifty_models_are_cut_and_scrolled() -> None:
     view = view_of(snapshot_of(MANY))
     shown = lines_of(view, height=20)

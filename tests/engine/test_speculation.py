@@ -13,8 +13,8 @@ import pytest
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.step import StepEvents, StepPlan, StepResult
-from lockstep.engine.draft_counts import FLAT_PRICES
-from lockstep.engine.drafter import Drafter, Drafts, Speculator
+from lockstep.engine.draft_counts import FLAT_PRICES, Price, Prices
+from lockstep.engine.drafter import LEARNING_TOKENS, Drafter, Drafts, Speculator
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel, load_model
@@ -23,6 +23,7 @@ from lockstep.engine.output_rules import Reasoning, ThinkTags
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.speculative_config import SpeculativeConfig
+from lockstep.errors import TraceError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from tests.engine.conftest import Pocket
@@ -280,3 +281,42 @@ def test_models_with_windows_have_the_same_answers_and_reuse_the_same_blocks(tmp
         drafting.scheduler.reset_prefix_cache()
         assert turns(drafting) == expected
         assert drafting.metrics().counters["spec_decode_num_accepted_tokens"] > 0
+
+
+class Drafting(Speculator):
+    """A speculator that records the lengths of the sequences that it drafts for."""
+
+    def __init__(self, prices: Prices) -> None:
+        super().__init__(SpeculativeConfig("suffix", num_speculative_tokens=4), prices)
+        self.drafted_at: list[int] = []
+
+    def propose(self, generations: Iterable[Generation]) -> Drafts:
+        drafts = super().propose(generations)
+        self.drafted_at += [each.num_output for each in generations if each.seq_id in drafts]
+        return drafts
+
+
+def drafted_at(pocket: Pocket, second_us: int) -> list[int]:
+    """Output tokens before each row with drafts, of an answer that a constraint makes repeat, where a step of two rows
+    takes this time and one of one row 1,000 us."""
+    speculator = Drafting(Prices((Price(1, 1000), Price(2, second_us))))
+    params = SamplingParams(temperature=0.0, max_tokens=120, constraint=Constraint.regex("(abcdefgh){60}"), logprobs=0)
+    Served(pocket, speculator).serve([GenerationRequest("repeat", params)])
+    return speculator.drafted_at
+
+
+def test_acceptance_is_learnt_also_where_no_draft_pays_yet(pocket: Pocket) -> None:
+    """Where a row costs more than assumed guesses are worth, drafts begin once enough guesses were right; where it
+    costs more than any guess, there are none."""
+    cheap, dear = (drafted_at(pocket, second_us) for second_us in (1100, 1700))
+    assert cheap[0] < dear[0]
+    assert dear[0] > LEARNING_TOKENS
+    assert drafted_at(pocket, 1960) == []
+
+
+def test_a_speculator_is_restored_from_its_text() -> None:
+    speculator = Speculator(SpeculativeConfig("suffix"), Prices((Price(1, 1000), Price(2, 1700)), 40))
+    restored = Speculator.of(speculator.text())
+    assert (restored.config, restored.prices) == (speculator.config, speculator.prices)
+    with pytest.raises(TraceError):
+        Speculator.of('{"config": {"method": "suffix"}, "step_us": [[1, 1000]]}')

@@ -54,13 +54,17 @@ def model_rows(cluster: ClusterSnapshot, engines: Sequence[EngineStats] = ()) ->
     return rows
 
 
-def model_columns(columns: Sequence[Column[ModelRow]], cluster: ClusterSnapshot) -> list[Column[ModelRow]]:
-    """Columns for a cluster's models, with their tasks if one of them is for anything but text, and with their adapters
-    if one of them has one."""
+def model_columns(
+    columns: Sequence[Column[ModelRow]], cluster: ClusterSnapshot, engines: Sequence[EngineStats] = ()
+) -> list[Column[ModelRow]]:
+    """Columns for a cluster's models, with their tasks if one of them is for anything but text, with their adapters if
+    one of them has one, and with the share of accepted drafts if there are drafts."""
     has_tasks = any(model.task not in (None, "generate") for model in cluster.models)
     has_adapters = any(model.adapter is not None for model in cluster.models)
     more = [*([TASK] if has_tasks else []), *([ADAPTER] if has_adapters else [])]
-    return [*columns[: len(_NAMES)], *more, *columns[len(_NAMES) :]]
+    has_drafts = any(engine.draft_share is not None for engine in engines)
+    stats = [column for column in columns[len(_NAMES) :] if column is not DRAFTS or has_drafts]
+    return [*columns[: len(_NAMES)], *more, *stats]
 
 
 def _of_engine(
@@ -121,6 +125,7 @@ _COUNTS: tuple[Column[ModelRow], ...] = (
     Column("SESSIONS", 7, _sessions, key=lambda row: row.model.num_sessions),
     Column("REQUESTS", 11, lambda row: row.model.num_requests),
 )
+DRAFTS: Column[ModelRow] = _of_engine("DRAFTS", 6, lambda engine: engine.draft_share, percent, 6)
 MODELS: tuple[Column[ModelRow], ...] = (
     *_NAMES,
     Column("RUN", 1, lambda row: row.model.num_running, width=3, style="bold green"),
@@ -130,6 +135,7 @@ MODELS: tuple[Column[ModelRow], ...] = (
     _of_engine("p95", 4, lambda engine: engine.ttft_p95_s, milliseconds, 7),
     _of_engine("KV", 5, lambda engine: engine.kv_share, percent, 4),
     _of_engine("HITS", 6, lambda engine: engine.hit_share, percent, 4),
+    DRAFTS,
     _of_engine("BLOCKS", 8, _blocks, width=6),
     _of_engine("PROMPT/S", 10, lambda engine: engine.prompt_tokens_per_s, rate, 8),
     *_COUNTS,

@@ -186,7 +186,7 @@ def _table(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, empt
 
 def _models(view: View, options: ViewOptions, width: int) -> Section:
     mark = " ▲" if options.is_reversed else " ▼"
-    shown = model_columns(MODELS, view.server.cluster)
+    shown = model_columns(MODELS, view.server.cluster, view.server.stats.engines)
     columns = [each._replace(head=each.head + mark) if each.head == options.sort else each for each in shown]
     rows = model_rows(view.server.cluster, view.server.stats.engines)
     return _table(columns, _sorted(rows, options), width)._replace(offset=options.offset)

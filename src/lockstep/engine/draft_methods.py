@@ -2,24 +2,20 @@
 
 A guess is a pure function of token ids. It never affects an answer, only how many tokens a step may give.
 
-Both methods scan arrays instead of keeping a tree of suffixes: a scan of 65,536 tokens takes some 20 microseconds,
-needs no memory beyond the tokens, and finds the same longest match.
+Token ids are kept as a text with one character for each, since Python searches texts at the speed of C: the longest
+match in 1,000 tokens takes some 5 microseconds. So no tree of suffixes has to follow the growing texts.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-Tokens = npt.NDArray[np.int32]
-SEPARATOR = -1
-"""Value between texts of a corpus; no token id."""
-MAX_MATCHES = 1024
-"""Maximum number of places that are compared further, the latest ones."""
+SEPARATOR = chr(0x10FFFF)
+"""Character between texts of a corpus; no vocabulary has so many tokens."""
+MAX_SEARCHED = 1 << 16
+"""Maximum number of tokens of a sequence that are searched, the latest ones."""
 MAX_CORPUS_TOKENS = 1 << 16
 """Maximum number of tokens of earlier answers that are kept for each cache salt."""
 MAX_CORPORA = 64
@@ -27,124 +23,115 @@ MAX_CORPORA = 64
 take 16 MiB."""
 NUM_LEAD_TOKENS = 8
 """Number of tokens before an answer that are kept with it, so that its first tokens can be guessed."""
+NUM_FOLLOWING = 48
+"""Maximum number of tokens of a guess. After a difference, the sequence is expected to continue within them."""
+RELIABLE_MATCH = 3
+"""Matches of at least this length are not replaced by `resumed_guess`, and are those after which it resumes."""
 
 
 class Guess(NamedTuple):
-    """Guessed next tokens, and the number of last tokens that matched at their place; empty: no place matched."""
+    """Tokens that followed at an earlier place."""
 
-    tokens: tuple[int, ...] = ()
+    text: str = ""
+    """Up to `NUM_FOLLOWING` tokens; empty: no place matched."""
     num_matched: int = 0
+    """Number of last tokens that matched at the place; 0: it resumes after a difference."""
+
+    @property
+    def is_reliable(self) -> bool:
+        return self.num_matched == 0 or self.num_matched >= RELIABLE_MATCH
 
 
 NO_GUESS = Guess()
 
 
-class TokenBuffer:
-    """Token ids of one sequence as an array that grows by doubling."""
-
-    __slots__ = ("_array", "_size")
-
-    def __init__(self) -> None:
-        self._array: Tokens = np.empty(256, np.int32)
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    @property
-    def tokens(self) -> Tokens:
-        """[size], a view that is valid until the next `extend`."""
-        return self._array[: self._size]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        size = self._size + len(tokens)
-        if size > len(self._array):
-            grown = np.empty(max(size, 2 * len(self._array)), np.int32)
-            grown[: self._size] = self.tokens
-            self._array = grown
-        self._array[self._size : size] = tokens
-        self._size = size
+def text_of(tokens: Iterable[int]) -> str:
+    """Token ids as a text."""
+    return "".join(map(chr, tokens))
 
 
-def longest_matches(tokens: Tokens, suffix: Tokens, most: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Places in ``tokens`` after the longest possible part of the end of ``suffix``.
+def tokens_of(text: str) -> tuple[int, ...]:
+    """Token ids of a text."""
+    return tuple(map(ord, text))
+
+
+def longest_match(text: str, end: str, most: int) -> tuple[int, int]:
+    """The latest place in ``text`` after the longest possible part of the end of another text.
 
     Args:
-        tokens: [n]; a place at its end is none, since nothing follows there.
-        suffix: the last tokens of a sequence.
+        text: its end is no place, since nothing follows there. Places before its last `MAX_SEARCHED` tokens do not
+            count.
+        end: the last tokens of a sequence.
         most: maximum length of the part.
 
     Returns:
-        Indices of the tokens that follow, ascending, and the length of the part.
+        Index of the token that follows, and the length of the part; (0, 0): none.
     """
-    most = min(most, len(suffix))
-    found = np.flatnonzero(tokens[:-1] == suffix[-1]) + 1 if most else np.empty(0, np.int64)
-    found, length = found[-MAX_MATCHES:], 1
-    while len(found) and length < most:
-        longer = found[found > length]
-        longer = longer[tokens[longer - 1 - length] == suffix[-1 - length]]
-        if not len(longer):
-            break
-        found, length = longer, length + 1
-    return found, length if len(found) else 0
+    first, last = max(0, len(text) - MAX_SEARCHED), len(text) - 1
+    place, length, too_long = 0, 0, min(most, len(end)) + 1
+    while length + 1 < too_long:
+        tried = min((length + too_long) // 2, 2 * length + 1)  # most matches are short
+        found = text.rfind(end[-tried:], first, last)
+        if found < 0:
+            too_long = tried
+        else:
+            place, length = found + tried, tried
+    return place, length
 
 
-def ngram_guess(tokens: Tokens, least: int, most: int, count: int) -> Guess:
-    """Continue the latest of the places where the longest part of the sequence's end occurred before."""
-    found, length = longest_matches(tokens, tokens[-most:], most)
-    if not len(found) or length < least:
-        return NO_GUESS
-    begin = int(found[-1])
-    return Guess(tuple(tokens[begin : begin + count].tolist()), length)
+def matched_guess(text: str, corpus: str, least: int, most: int) -> Guess:
+    """Continue the longest match of the sequence's end, in the sequence or in a corpus; if equally long, in the
+    sequence.
 
-
-def suffix_guess(tokens: Tokens, corpus: Tokens, least: int, most: int, count: int) -> Guess:
-    """Continue the longest match of the sequence's end, in the sequence itself or in a corpus. Of several places, each
-    next token is the most frequent one, and of equally frequent ones the one that came last."""
-    end = tokens[-most:]
-    best, places, length = tokens, *longest_matches(tokens, end, most)
-    if len(corpus):
-        others, other_length = longest_matches(corpus, end, most)
+    Args:
+        least: minimum number of tokens that must match.
+        most: maximum number of tokens that are compared.
+    """
+    end = text[-most:]
+    source, (place, length) = text, longest_match(text, end, most)
+    if corpus:
+        other_place, other_length = longest_match(corpus, end, most)
         if other_length > length:
-            best, places, length = corpus, others, other_length
-    if not len(places) or length < least:
+            source, place, length = corpus, other_place, other_length
+    if length == 0 or length < least:
         return NO_GUESS
-    guessed: list[int] = []
-    while len(guessed) < count:
-        following = best[places]
-        token = _most_frequent(following)
-        if token == SEPARATOR:
-            break
-        guessed.append(token)
-        places = places[following == token] + 1
-        places = places[places < len(best)]
-        if not len(places):
-            break
-    return Guess(tuple(guessed), length)
+    following = source[place : place + NUM_FOLLOWING].partition(SEPARATOR)[0]
+    return Guess(following, length) if following else NO_GUESS
 
 
-def _most_frequent(tokens: Tokens) -> int:
-    if len(tokens) == 1:
-        return int(tokens[0])
-    values, firsts, counts = np.unique(tokens[::-1], return_index=True, return_counts=True)
-    best = np.flatnonzero(counts == counts.max())
-    return int(values[best[np.argmin(firsts[best])]])
+def resumed_guess(text: str, missed: str) -> Guess:
+    """Continue a guess after a difference, such as another value of the same field, or a changed name: where the
+    sequence's last token comes next in the rest of the guess.
+
+    Args:
+        missed: see `missed_part`.
+    """
+    following = missed.partition(text[-1:])[2] if missed else ""
+    return Guess(following) if following else NO_GUESS
+
+
+def missed_part(guess: Guess, got: str) -> str:
+    """The rest of a guess from the first token that differs from those that the sequence got; empty: none differs."""
+    for place, (guessed, token) in enumerate(zip(guess.text, got, strict=False)):
+        if guessed != token:
+            return guess.text[place:]
+    return ""
 
 
 class AnswerCorpora:
-    """Earlier answers by cache salt, as one array each, the latest tokens of which are kept. Answers of one salt are
+    """Earlier answers by cache salt, as one text each, the latest tokens of which are kept. Answers of one salt are
     never guessed for another one."""
 
     def __init__(self, max_tokens: int = MAX_CORPUS_TOKENS, max_corpora: int = MAX_CORPORA) -> None:
         self._max_tokens = max_tokens
         self._max_corpora = max_corpora
-        self._of_salt: OrderedDict[str, Tokens] = OrderedDict()
+        self._of_salt: OrderedDict[str, str] = OrderedDict()
 
-    def of(self, salt: str) -> Tokens:
-        """The answers with this salt, separated by `SEPARATOR`."""
+    def of(self, salt: str) -> str:
+        """The answers with this salt, each followed by `SEPARATOR`."""
         corpus = self._of_salt.get(salt)
         if corpus is None:
-            return np.empty(0, np.int32)
+            return ""
         self._of_salt.move_to_end(salt)
         return corpus
 
@@ -157,9 +144,8 @@ class AnswerCorpora:
         """
         if len(tokens) == num_prompt:
             return
-        own = tokens[max(0, num_prompt - NUM_LEAD_TOKENS) :]
-        new = np.array([*own[-self._max_tokens + 1 :], SEPARATOR], np.int32)
-        self._of_salt[salt] = np.concatenate([self.of(salt), new])[-self._max_tokens :]
+        own = text_of(tokens[max(0, num_prompt - NUM_LEAD_TOKENS) :])
+        self._of_salt[salt] = (self.of(salt) + own + SEPARATOR)[-self._max_tokens :]
         self._of_salt.move_to_end(salt)
         while len(self._of_salt) > self._max_corpora:
             self._of_salt.popitem(last=False)

@@ -1,5 +1,7 @@
 """Prices of rows: measures at load how long a step takes by its number of tokens, for the decision about drafts.
 
+A step includes the choice of a token for each of its rows, one row after the other, as accepted drafts have it.
+
 The measurement runs steps of one sequence with drafts, which are planned like all others, before the first request. Its
 result is an input of later decisions and is recorded. It affects no token.
 """
@@ -16,22 +18,28 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
-from lockstep.engine.draft_counts import FLAT_PRICES, Price
+from lockstep.engine.draft_counts import FLAT_PRICES, Price, Prices
 from lockstep.engine.drafter import Speculator
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.speculative_config import SpeculativeConfig
 from lockstep.executors.base import Executor, SequenceObserver, StepBatch
+from lockstep.executors.sampling import likeliest
 from lockstep.system import SYSTEM
 
 log = logging.getLogger(__name__)
 NUM_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows that are measured, as far as the limits of a step allow."""
 NUM_CONTEXT_TOKENS = 32
-"""Number of positions before the rows."""
+"""Number of positions before the rows of other steps."""
+NUM_LONG_CONTEXT_TOKENS = 512
+"""Number of positions before the row that measures the price of a context."""
+MIN_STEP_OF_CONTEXT = 4
+"""A long context makes a step longer by at most one part in this many. More is a disturbance, which would make drafts
+look cheap."""
 NUM_RUNS = 4
 """Rounds with a step of each number of rows. The shortest one counts, since disturbances only lengthen them."""
 MAX_MEASURING_S = 5.0
-"""No further round begins after this time."""
+"""No further measurement begins after this time."""
 
 
 def speculator_for(
@@ -50,22 +58,18 @@ def speculator_for(
     return Speculator(SpeculativeConfig.parse(text), measured_prices(model.executor, config, now_s))
 
 
-def measured_prices(
-    executor: Executor, config: SchedulerConfig, now_s: Callable[[], float] = SYSTEM.now_s
-) -> tuple[Price, ...]:
-    """Durations of steps, by ascending number of rows. The executor's blocks have no content that is needed.
+def measured_prices(executor: Executor, config: SchedulerConfig, now_s: Callable[[], float] = SYSTEM.now_s) -> Prices:
+    """Measure steps of one sequence. The executor's blocks have no content that is needed.
 
     An executor that needs whole requests, like a stub, gets flat prices.
     """
     most_tokens = min(config.max_model_len, (config.num_blocks - 1) * config.block_size) - 1
-    num_prompt = min(NUM_CONTEXT_TOKENS, config.max_chunk_tokens, config.max_num_batched_tokens, most_tokens // 2)
-    if isinstance(executor, SequenceObserver) or num_prompt < 1:
+    if isinstance(executor, SequenceObserver) or most_tokens < 2:
         return FLAT_PRICES
-    scheduler = Scheduler(config)
-    scheduler.add(Request(num_prompt, most_tokens - num_prompt))
-    _run(executor, scheduler, 0)
     begin_s = now_s()
     shortest: dict[int, float] = {}
+    num_short, num_long = (min(count, most_tokens // 2) for count in (NUM_CONTEXT_TOKENS, NUM_LONG_CONTEXT_TOKENS))
+    scheduler = _decoding(executor, config, num_short, most_tokens)
     for _ in range(NUM_RUNS):
         for num_rows in NUM_ROWS:
             start_s = now_s()
@@ -75,11 +79,32 @@ def measured_prices(
             shortest[num_rows] = min(now_s() - start_s, shortest.get(num_rows, inf))
         if now_s() - begin_s > MAX_MEASURING_S:
             break
-    prices: list[Price] = []
+    steps: list[Price] = []
     for num_rows, duration_s in shortest.items():
-        least_us = prices[-1].duration_us if prices else 1  # a shorter time with more rows is noise
-        prices.append(Price(num_rows, max(least_us, round(duration_s * 1e6))))
-    return tuple(prices) or FLAT_PRICES
+        least_us = steps[-1].duration_us if steps else 1  # a shorter time with more rows is noise
+        steps.append(Price(num_rows, max(least_us, round(duration_s * 1e6))))
+    if not steps:
+        return FLAT_PRICES
+    if num_long <= 2 * num_short or now_s() - begin_s > MAX_MEASURING_S:
+        return Prices(tuple(steps))
+    scheduler = _decoding(executor, config, num_long, most_tokens)
+    long_s = inf
+    for _ in range(NUM_RUNS):
+        start_s = now_s()
+        _run(executor, scheduler, 0)
+        long_s = min(long_s, now_s() - start_s)
+    longer_s = min(max(0.0, long_s - shortest[1]), shortest[1] / MIN_STEP_OF_CONTEXT)
+    return Prices(tuple(steps), round(longer_s * 1e9) // (num_long - num_short))
+
+
+def _decoding(executor: Executor, config: SchedulerConfig, num_prompt: int, most_tokens: int) -> Scheduler:
+    """Compute the prompt of a new sequence. Returns its scheduler."""
+    scheduler = Scheduler(config)
+    scheduler.add(Request(num_prompt, most_tokens - num_prompt))
+    num_tokens = 0
+    while num_tokens < num_prompt and (plan := _run(executor, scheduler, 0)) is not None:
+        num_tokens += plan.num_tokens
+    return scheduler
 
 
 def _run(executor: Executor, scheduler: Scheduler, num_drafts: int) -> StepPlan | None:
@@ -89,8 +114,12 @@ def _run(executor: Executor, scheduler: Scheduler, num_drafts: int) -> StepPlan 
     if num_drafts:
         scheduler.propose({0: num_drafts})
     plan = scheduler.schedule()
-    count = sum(plan.drafts) + 1
+    num_sampled = sum(plan.samples)
+    count = sum(plan.drafts) + num_sampled
     rows = np.arange(plan.num_tokens - count, plan.num_tokens, dtype=np.int64)
-    executor.execute(StepBatch(plan, np.zeros(plan.num_tokens, np.int64), rows))
-    scheduler.commit(plan, StepResult((1,), (None,), (0,) if plan.drafts else ()))
+    logits = executor.execute(StepBatch(plan, np.zeros(plan.num_tokens, np.int64), rows))
+    for row in range(count):
+        likeliest(logits[row : row + 1])
+    accepted = (0,) if plan.drafts else ()
+    scheduler.commit(plan, StepResult((1,) * num_sampled, (None,) * num_sampled, accepted))
     return plan

@@ -7,12 +7,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
-from lockstep.engine.draft_counts import Acceptance, Price, draft_counts
-from lockstep.engine.draft_methods import AnswerCorpora, Guess, TokenBuffer, ngram_guess, suffix_guess
+from lockstep.engine.draft_counts import Acceptance, Price, Prices, draft_counts, least_chance
+from lockstep.engine.draft_methods import (
+    RELIABLE_MATCH,
+    AnswerCorpora,
+    Guess,
+    matched_guess,
+    missed_part,
+    resumed_guess,
+    text_of,
+    tokens_of,
+)
 from lockstep.engine.generation import Generation
 from lockstep.engine.speculative_config import SpeculativeConfig
 from lockstep.errors import ConfigError, RequestFailedError, TraceError
 
+LEARNING_TOKENS = 8
+"""Where no draft can pay, a sequence's next tokens are guessed after each of this many, so that its acceptance is still
+learnt."""
 Drafts = Mapping[int, Sequence[int]]
 """Sequence id to its drafts."""
 
@@ -36,25 +48,45 @@ class Drafter(Protocol):
 class _Track:
     """A drafter's record of one sequence."""
 
-    __slots__ = ("acceptance", "guess", "num_seen", "tokens")
+    __slots__ = ("acceptance", "guesses", "missed", "text")
 
     def __init__(self) -> None:
-        self.tokens = TokenBuffer()
+        self.text = ""
+        """Its tokens until its last guess."""
         self.acceptance = Acceptance()
-        self.guess = Guess()
-        """Guess at its last step."""
+        self.guesses: list[Guess] = []
+        """Its last guesses."""
+        self.missed = ""
+        """Rest of the last reliable guess after a difference."""
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Compare the last guesses with the tokens since then."""
+        new = text_of(tokens[len(self.text) :])
+        for guess in self.guesses:
+            self.acceptance.observe(guess.text, new, guess.num_matched)
+            if guess.is_reliable:
+                self.missed = missed_part(guess, new) or self.missed
+        self.text += new
+
+    def guess(self, config: SpeculativeConfig, corpus: str) -> Guess | None:
+        """Guess its next tokens; None: no place matches."""
+        guesses = [matched_guess(self.text, corpus, config.prompt_lookup_min, config.most_compared)]
+        if config.method == "suffix" and guesses[0].num_matched < RELIABLE_MATCH:
+            guesses.append(resumed_guess(self.text, self.missed))
+        self.guesses = [guess for guess in guesses if guess.text]
+        return max(self.guesses, key=lambda each: self.acceptance.odds(each.num_matched), default=None)
 
 
 class Speculator:
     """Proposes drafts by a method without a model.
 
     Args:
-        prices: durations of steps by number of rows; see `lockstep.engine.draft_prices`.
+        prices: measured by `lockstep.engine.draft_prices`.
     """
 
-    def __init__(self, config: SpeculativeConfig, prices: Sequence[Price]) -> None:
+    def __init__(self, config: SpeculativeConfig, prices: Prices) -> None:
         self.config = config
-        self.prices = tuple(prices)
+        self.prices = prices
         self._tracks: dict[int, _Track] = {}
         self._corpora = AnswerCorpora()
 
@@ -67,35 +99,41 @@ class Speculator:
         """
         try:
             facts = json.loads(text)
-            return cls(SpeculativeConfig.of(facts["config"]), [Price(*price) for price in facts["step_us"]])
+            steps = tuple([Price(*price) for price in facts["step_us"]])
+            return cls(SpeculativeConfig.of(facts["config"]), Prices(steps, facts["context_ns"]))
         except (ValueError, KeyError, TypeError, ConfigError) as error:
             raise TraceError(f"the recording has no valid configuration of drafts: {error!r}") from error
 
     def text(self) -> str:
         """Configuration and prices as JSON, for recordings."""
-        return json.dumps({"config": asdict(self.config), "step_us": [list(price) for price in self.prices]})
+        facts = {"config": asdict(self.config), "step_us": self.prices.steps, "context_ns": self.prices.context_ns}
+        return json.dumps(facts)
 
     def propose(self, generations: Iterable[Generation]) -> Drafts:
         """See the protocol. Drafts after a token that a grammar forbids are cut."""
-        guesses: dict[int, tuple[int, ...]] = {}
-        odds: dict[int, tuple[int, int]] = {}
-        num_rows = 0
-        for generation in generations:
-            if generation.num_output == 0 or generation.finish_reason is not None:
-                continue
-            num_rows += 1
-            track = self._observed(generation)
-            guess = track.guess = self._guess(track, generation.live.request.cache_salt)
-            if guess.tokens:
-                guesses[generation.seq_id] = guess.tokens
-                odds[generation.seq_id] = track.acceptance.odds(guess.num_matched), len(guess.tokens)
-        if not odds:
+        running = [each for each in generations if each.num_output and each.finish_reason is None]
+        most, tracks = self.config.num_speculative_tokens, self._tracks
+        if not running:
             return {}
-        counts = draft_counts(self.prices, num_rows, odds)
-        drafts: dict[int, Sequence[int]] = {}
-        for generation in generations if counts else ():
+        num_rows, num_context = len(running), sum([len(each.tokens) for each in running])
+        least = least_chance(self.prices, num_rows, num_context, most)
+        guesses: dict[int, tuple[Generation, str]] = {}
+        odds: dict[int, tuple[int, int]] = {}
+        for generation in running:
             seq_id = generation.seq_id
-            if seq_id in counts and (tokens := _permitted(generation, guesses[seq_id][: counts[seq_id]])):
+            track = tracks.get(seq_id) or tracks.setdefault(seq_id, _Track())
+            if track.acceptance.best < least and (generation.num_output + seq_id) % LEARNING_TOKENS:
+                continue
+            track.observe(generation.tokens)
+            guess = track.guess(self.config, self._corpora.of(generation.live.request.cache_salt))
+            if guess is not None:
+                text = guess.text[:most]
+                guesses[seq_id] = generation, text
+                odds[seq_id] = track.acceptance.odds(guess.num_matched), len(text)
+        counts = draft_counts(self.prices, num_rows, num_context, odds) if odds else {}
+        drafts: dict[int, Sequence[int]] = {}
+        for seq_id, (generation, text) in guesses.items():
+            if seq_id in counts and (tokens := _permitted(generation, tokens_of(text[: counts[seq_id]]))):
                 drafts[seq_id] = tokens
         return drafts
 
@@ -104,24 +142,6 @@ class Speculator:
         self._tracks.pop(generation.seq_id, None)
         if self.config.method == "suffix" and not generation.live.request.gives_vector:
             self._corpora.add(generation.live.request.cache_salt, generation.tokens, generation.prompt_len)
-
-    def _observed(self, generation: Generation) -> _Track:
-        """The sequence's track, with all its tokens."""
-        track = self._tracks.get(generation.seq_id)
-        if track is None:
-            track = self._tracks[generation.seq_id] = _Track()
-        new = generation.tokens[len(track.tokens) :]
-        if track.guess.tokens:
-            track.acceptance.observe(track.guess.tokens, new, track.guess.num_matched)
-        track.tokens.extend(new)
-        return track
-
-    def _guess(self, track: _Track, salt: str) -> Guess:
-        config, tokens = self.config, track.tokens.tokens
-        least, most, count = config.prompt_lookup_min, config.most_compared, config.num_speculative_tokens
-        if config.method == "ngram":
-            return ngram_guess(tokens, least, most, count)
-        return suffix_guess(tokens, self._corpora.of(salt), least, most, count)
 
 
 def _permitted(generation: Generation, tokens: tuple[int, ...]) -> tuple[int, ...]:

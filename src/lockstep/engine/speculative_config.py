@@ -23,8 +23,8 @@ class SpeculativeConfig:
 
     method: Literal["ngram", "suffix"]
     """``ngram`` continues the last place of the sequence where its last tokens occurred before; ``suffix`` the
-    longest such match, in the sequence or in earlier answers with the same cache salt."""
-    num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)] = 5
+    longest such match, in the sequence or in earlier answers with the same cache salt, also after a difference."""
+    num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)] = 16
     """Maximum number of drafts of a sequence in a step."""
     prompt_lookup_min: Annotated[int, Range(1, 64)] = 1
     """Minimum number of last tokens that must match."""
