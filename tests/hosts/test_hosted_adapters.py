@@ -1,4 +1,4 @@
-"""Adapters of a manifest with `hosts:`: a replica on the second of two Ray nodes serves them with one machine's bytes."""
+"""Adapters of a manifest with `hosts:`: a replica on the second of two Ray nodes gives the bytes of one machine."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ HELP: Mapping[str, str] = {
     "iteration_tokens_total": "Prompt and generated tokens per step.",
     "num_requests_waiting_by_reason": "Number of requests that wait for memory or for the next step, by reason.",
     "cache_config_info": "Settings of the KV cache, or of the pool of an encoder's activations; lengths in tokens.",
-    "lora_requests_info": "Adapters of open requests; those that wait for a slot are waiting.",
+    "lora_requests_info": "Adapters of open requests: running with a slot, or waiting for one.",
     "prompt_tokens_by_source": "Prompt tokens by the source of their KV.",
     "request_success": "Finished sequences by reason.",
     "admission_rejections": "Requests rejected because the queue was full.",
