@@ -52,6 +52,7 @@ def facts(check: Check, manifest: str | Path, *flags: str) -> dict[str, Any]:
         ("density-50", 51, 26, 20_800),
         ("warming-heavy", 9, 1, 800),
         ("embeddings", 5, 4, 3_200),
+        ("lora-specialists", 5, 5, 4_000),
     ],
 )
 def test_the_examples_boot_on_stubs(

@@ -14,6 +14,7 @@ from lockstep.core.request import FinishReason
 from lockstep.engine.adapters import MAX_ADAPTERS, EngineAdapters, start_of
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
+from lockstep.engine.metrics import AdapterUse
 from lockstep.engine.options import AdapterSource, EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
@@ -235,6 +236,17 @@ def test_requests_wait_while_all_slots_are_used(make: OpenEngine) -> None:
     assert len(outputs) == 5
     for output in outputs:
         assert computed_by(engine, output) == requests[output.request_id]
+    check(engine)
+
+
+def test_metrics_name_the_adapters_of_open_requests(make: OpenEngine) -> None:
+    engine = make(max_loras=1)
+    for name in ("a1", "a1", "a0", "a2", ""):
+        engine.submit(ask(name))
+    engine.step()
+    assert engine.metrics().adapters == AdapterUse(1, ("a1",), ("a0", "a2"))
+    engine.run_until_idle()
+    assert engine.metrics().adapters == AdapterUse(1, (), ())
     check(engine)
 
 

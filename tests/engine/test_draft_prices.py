@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,10 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.draft_counts import FLAT_PRICES
 from lockstep.engine.draft_prices import NUM_CONTEXT_TOKENS, NUM_ROWS, measured_prices, speculator_for
 from lockstep.engine.loading import LoadedModel, load_model
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.executors.base import Logits, StepBatch
 from tests.engine.conftest import Pocket
+from tests.engine.hybrid_engines import write_hybrid
 
 SUFFIX = '{"method": "suffix"}'
 
@@ -96,3 +99,15 @@ def test_a_stub_has_flat_prices_and_other_models_none_without_the_option(caplog:
     groups = (KVGroup(), KVGroup(1, is_state=True, snapshot_interval=config.block_size))
     assert speculator_for(model, replace(config, groups=groups), SUFFIX) is None
     assert "recurrent" in caplog.text
+
+
+@pytest.mark.parametrize("num_blocks", [8, 40])
+def test_a_model_with_windows_is_measured_with_as_many_positions_as_its_pool_holds(
+    num_blocks: int, tmp_path: Path
+) -> None:
+    path = write_hybrid(tmp_path, "tiny-gemma4")
+    options = LoadOptions(EngineOptions(num_blocks=num_blocks), cache_dir=tmp_path / "cache")
+    model, config = load_model(str(path), options)
+    assert len(config.groups) > 1
+    assert measured_prices(model.executor, config).steps
+    model.close()

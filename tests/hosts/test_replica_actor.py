@@ -13,10 +13,13 @@ import psutil
 import pytest
 
 from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
+from lockstep.engine.options import AdapterSource, EngineOptions, LoadOptions
+from lockstep.executors.stub import open_stub_adapter
 from lockstep.hosts import replica_actor
 from lockstep.hosts.replica_actor import LocalHost, ReplicaHost, RetryDelays
 from lockstep.hosts.values import Demand, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.worker.link import WorkerOptions
+from tests.adapter_files import write_stub_adapter
 from tests.hosts.support import answer, demand, gateway, write_secret
 from tests.waiting import eventually
 
@@ -96,6 +99,23 @@ async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path) -> N
         await eventually(lambda: host.place.num_starts >= 3)
         failed = next(each for each in told if each.state is ReplicaPhase.FAILED)
         assert failed.reason.startswith(f"{source}: no such file or directory")
+
+
+async def test_a_replica_without_its_adapters_has_failed_until_their_files_are_copied(tmp_path: Path) -> None:
+    told: list[ReplicaStatus] = []
+    elsewhere = open_stub_adapter("billing", str(write_stub_adapter(tmp_path / "elsewhere", 1)))
+    adapter = AdapterSource("billing", str(tmp_path / "billing"), elsewhere.fingerprint)
+    options = LoadOptions(EngineOptions(num_blocks=64), adapters=(adapter,))
+    wanted = Demand("a", "stub://alpha", options)
+    async with replica(wanted, write_secret(tmp_path), told.append, first_load_s=0.01) as host:
+        await eventually(lambda: any(each.state is ReplicaPhase.FAILED for each in told))
+        failed = next(each for each in told if each.state is ReplicaPhase.FAILED)
+        assert failed.reason.startswith(f"{adapter.path}: ")
+        write_stub_adapter(tmp_path / "billing", 2)
+        await eventually(lambda: elsewhere.fingerprint in host.place.reason)
+        assert all(each.state is not ReplicaPhase.READY for each in told)
+        write_stub_adapter(tmp_path / "billing", 1)
+        await ready(host)
 
 
 async def test_the_newest_status_is_reported_again_until_it_is_received(tmp_path: Path) -> None:

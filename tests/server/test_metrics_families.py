@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lockstep.cluster.snapshot import HostSnapshot, PlaceSnapshot
 from lockstep.core.balancer import Why
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
+from lockstep.engine.metrics import AdapterUse, merged
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
@@ -54,6 +56,17 @@ def test_settings_of_the_cache_are_labels(samples: Samples) -> None:
     assert labels["block_size"] == "16"
 
 
+def test_adapters_of_open_requests_are_labels_of_each_model(samples: Samples) -> None:
+    assert not any(name == "vllm:lora_requests_info" for name, _ in samples)
+    plain = Engine(*load_model("stub://a", LoadOptions(engine=EngineOptions(num_blocks=64)))).metrics()
+    first = dataclasses.replace(plain, adapters=AdapterUse(4, ("billing", "legal"), ()))
+    second = dataclasses.replace(plain, adapters=AdapterUse(4, ("billing",), ("tax",)))
+    page = generate_latest(_Page(model_families({"a": merged([first, second]), "b": plain}, "vllm"))).decode()
+    [line] = [line for line in page.splitlines() if line.startswith("vllm:lora_requests_info{")]
+    labels = 'max_lora="4",model_name="a",running_lora_adapters="billing,legal",waiting_lora_adapters="tax"'
+    assert line == f'vllm:lora_requests_info{{engine="0",{labels}}} 1.0'
+
+
 def test_requests_are_counted_by_their_parameters(samples: Samples) -> None:
     assert samples["vllm:request_params_n_count", ()] == 2
     assert samples["vllm:request_params_max_tokens_sum", ()] == 8
@@ -66,7 +79,8 @@ def test_every_metric_is_described() -> None:
     engine = Engine(*load_model("stub://a", LoadOptions(engine=EngineOptions(num_blocks=64))))
     snapshot = engine.metrics()
     names = {*snapshot.gauges, *snapshot.counters, *snapshot.histograms, *snapshot.labelled_gauges}
-    assert names | {*snapshot.labelled_counters, *snapshot.info} <= set(HELP)
+    with_adapters = dataclasses.replace(snapshot, adapters=AdapterUse(1, (), ()))
+    assert names | {*snapshot.labelled_counters, *with_adapters.facts} <= set(HELP)
 
 
 A = HostSnapshot("a", "10.0.0.1", True, False, {"CPU": 4.0, "memory": 8e9}, {"CPU": 1.0, "memory": 2e9}, 2)

@@ -9,13 +9,14 @@ takes no more requests until its own have ended, so that each adapter gets its t
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.artifacts.model import Adapter
 from lockstep.core.prefix import AdapterStart
 from lockstep.engine.generation import LiveRequest
+from lockstep.engine.metrics import AdapterUse
 from lockstep.errors import InvalidParameterError, QueueFullError, UsageError
 from lockstep.executors.base import AdapterHost
 from lockstep.spelling import did_you_mean, listed
@@ -75,7 +76,7 @@ class _Loaded:
 
 
 class EngineAdapters:
-    """Adapters of one engine. `find`, `add`, `remove` and `names` are for any thread, the rest for the engine's.
+    """Adapters of one engine. `find`, `add`, `remove`, `names` and `use` are for any thread, the rest for the engine's.
 
     Args:
         support: how the model computes with adapters; None: it has none.
@@ -99,6 +100,8 @@ class EngineAdapters:
         """The waiting request that `ready` has just yielded."""
         self.num_open = 0
         """Number of requests that compute with an adapter."""
+        self._open_names: Counter[str] = Counter()
+        """Number of these requests by name of the adapter, without zeros."""
         self.num_loads = 0
         """Number of loads into slots since the start."""
         for adapter in () if support is None else support.adapters:
@@ -110,6 +113,14 @@ class EngineAdapters:
     def names(self) -> Mapping[str, Adapter]:
         """Adapters that requests may name, in order of their addition."""
         return self._by_name
+
+    @property
+    def use(self) -> AdapterUse | None:
+        """Names of the adapters of open requests; None: the model was loaded without adapters."""
+        if self._support is None:
+            return None
+        waiting = {live.adapter.name for live in list(self._waiting) if live.adapter is not None}
+        return AdapterUse(self._support.max_loaded, tuple(sorted(self._open_names)), tuple(sorted(waiting)))
 
     def find(self, name: str) -> Adapter:
         """Return the adapter with a name; InvalidParameterError: there is none."""
@@ -178,6 +189,7 @@ class EngineAdapters:
             return False
         live.adapter_slot = slot
         self.num_open += 1
+        self._open_names[live.adapter.name] += 1
         return True
 
     def ready(self) -> Iterator[LiveRequest]:
@@ -210,6 +222,7 @@ class EngineAdapters:
         loaded = self._loaded[live.adapter.fingerprint]
         loaded.num_open -= 1
         self.num_open -= 1
+        self._open_names -= Counter([live.adapter.name])
         live.adapter_slot = 0
         self._loaded.move_to_end(live.adapter.fingerprint)
         if not loaded.num_open:
@@ -222,6 +235,7 @@ class EngineAdapters:
     def check(self) -> None:
         """Assert that slots and counts agree."""
         assert self.num_open == sum(each.num_open for each in self._loaded.values()), "open requests are miscounted"
+        assert self.num_open == sum(self._open_names.values()), "names of open requests are miscounted"
         slots = [each.slot for each in self._loaded.values()]
         assert len(set(slots)) == len(slots), "a slot has two adapters"
         if self._support is not None:

@@ -14,7 +14,7 @@ from math import inf
 
 import numpy as np
 
-from lockstep.core.policy import SchedulerConfig
+from lockstep.core.policy import SchedulerConfig, positions_that_fit
 from lockstep.core.request import Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
@@ -63,7 +63,7 @@ def measured_prices(executor: Executor, config: SchedulerConfig, now_s: Callable
 
     An executor that needs whole requests, like a stub, gets flat prices.
     """
-    most_tokens = min(config.max_model_len, (config.num_blocks - 1) * config.block_size) - 1
+    most_tokens = min(config.max_model_len, positions_that_fit(config))
     if isinstance(executor, SequenceObserver) or most_tokens < 2:
         return FLAT_PRICES
     begin_s = now_s()

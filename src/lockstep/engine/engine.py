@@ -230,7 +230,7 @@ class Engine:
         """A copy of all counters, consistent enough for monitoring. May be called from any thread."""
         num_waiting = self._inbox.num_requests + self.sessions.num_waiting + self.adapters.num_waiting
         unscheduled = Unscheduled(num_waiting, self._inbox.num_rejected)
-        return snapshot(self._metrics, self.scheduler.stats(), unscheduled, self._info)
+        return snapshot(self._metrics, self.scheduler.stats(), unscheduled, self._info, self.adapters.use)
 
     @property
     def num_open(self) -> int:

@@ -87,6 +87,27 @@ class Labelled:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """Names of the adapters of open requests, in ascending order."""
+
+    max_loaded: int
+    """Maximum number of adapters that are loaded at once."""
+    running: tuple[str, ...]
+    """Adapters of requests that have a slot."""
+    waiting: tuple[str, ...]
+    """Adapters of requests that wait for a slot."""
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Labels of vLLM's ``lora_requests_info``."""
+        return {
+            "max_lora": str(self.max_loaded),
+            "running_lora_adapters": ",".join(self.running),
+            "waiting_lora_adapters": ",".join(self.waiting),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
     """All metrics at one moment, as a plain value that can be passed between threads and processes."""
 
@@ -100,6 +121,13 @@ class MetricsSnapshot:
     labelled_counters: Mapping[str, Labelled] = field(default_factory=dict)
     info: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Constant facts, as the labels of a gauge with value 1."""
+    adapters: AdapterUse | None = None
+    """Use of adapters; None: the model was loaded without any."""
+
+    @property
+    def facts(self) -> Mapping[str, Mapping[str, str]]:
+        """Constant facts, and the use of adapters, by name of the metric."""
+        return self.info if self.adapters is None else {**self.info, "lora_requests_info": self.adapters.labels}
 
 
 class SequenceSpan(msgspec.Struct, frozen=True):
@@ -229,7 +257,11 @@ class Unscheduled(NamedTuple):
 
 
 def snapshot(
-    metrics: EngineMetrics, stats: SchedulerStats, unscheduled: Unscheduled, info: Mapping[str, Mapping[str, str]]
+    metrics: EngineMetrics,
+    stats: SchedulerStats,
+    unscheduled: Unscheduled,
+    info: Mapping[str, Mapping[str, str]],
+    adapters: AdapterUse | None = None,
 ) -> MetricsSnapshot:
     """Combine the engine's and the scheduler's counts, under vLLM's names.
 
@@ -266,6 +298,7 @@ def snapshot(
             **metrics.accepted_by_place(),
         },
         info=info,
+        adapters=adapters,
     )
 
 
@@ -288,7 +321,17 @@ def merged(snapshots: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
         labelled_gauges=_labelled_sums([each.labelled_gauges for each in snapshots]),
         labelled_counters=_labelled_sums([each.labelled_counters for each in snapshots]),
         info=first.info,
+        adapters=_union([each.adapters for each in snapshots if each.adapters is not None]),
     )
+
+
+def _union(uses: Sequence[AdapterUse]) -> AdapterUse | None:
+    """Use of adapters by several engines; the limit is that of each one."""
+    if not uses:
+        return None
+    running = sorted({name for each in uses for name in each.running})
+    waiting = sorted({name for each in uses for name in each.waiting})
+    return AdapterUse(uses[0].max_loaded, tuple(running), tuple(waiting))
 
 
 def _sums(values: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -164,7 +164,7 @@ class ReplicaHost:
         """Load the model and become ready.
 
         Raises:
-            LockstepError: the model cannot be loaded, or the worker cannot listen.
+            LockstepError: the model or one of its adapters cannot be loaded, or the worker cannot listen.
             WorkerLostError: the worker was lost during the load.
         """
         demand = self._demand
@@ -181,6 +181,8 @@ class ReplicaHost:
             raise WorkerLostError("the device worker ended right after it had loaded the model")
         if listening.fault:
             raise UnavailableError(f"the worker cannot listen: {listening.fault}")
+        if demand.options.adapters:  # a worker loads a model without those that it cannot open
+            await worker.use_adapters(demand.key, demand.options.adapters)
         self._num_failures = self._num_lost = 0
         self._set(state=ReplicaPhase.READY, reason="", address=listening.host, port=listening.port)
 

@@ -63,6 +63,7 @@ HELP: Mapping[str, str] = {
     "iteration_tokens_total": "Prompt and generated tokens per step.",
     "num_requests_waiting_by_reason": "Number of requests that wait for memory or for the next step, by reason.",
     "cache_config_info": "Settings of the KV cache, or of the pool of an encoder's activations; lengths in tokens.",
+    "lora_requests_info": "Adapters of open requests: running with a slot, or waiting for one.",
     "prompt_tokens_by_source": "Prompt tokens by the source of their KV.",
     "request_success": "Finished sequences by reason.",
     "admission_rejections": "Requests rejected because the queue was full.",
@@ -143,7 +144,7 @@ def model_families(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Ite
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
     yield from _plain(gauge, prefix, {model: each.gauges for model, each in snapshots.items()})
     yield from _labelled(gauge, prefix, {model: each.labelled_gauges for model, each in snapshots.items()})
-    for name, facts in _by_name({model: each.info for model, each in snapshots.items()}):
+    for name, facts in _by_name({model: each.facts for model, each in snapshots.items()}):
         names = sorted({fact for each in facts.values() for fact in each})
         samples = [((model, ENGINE, *(each.get(fact, "") for fact in names)), 1.0) for model, each in facts.items()]
         yield _family(gauge, f"{prefix}:{name}", _help(name), (*LABELS, *names), samples)
