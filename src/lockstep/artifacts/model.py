@@ -17,6 +17,9 @@ from lockstep.artifacts.task import Task as Task
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+MERGE = "+lora="
+"""Separates a model from the LoRA adapter that its load merges into its weights, in a source."""
+
 
 class Encoding(Enum):
     """Storage format of a tensor. The block formats are ggml's, with 32 or 256 (_K, _XS) values along the last axis."""
@@ -346,6 +349,8 @@ class Artifact:
     task: Task = "generate"
     embedding: EmbeddingConfig | None = None
     """How the model makes vectors; None: the artifact does not describe it."""
+    adapters: tuple[Adapter, ...] = ()
+    """LoRA adapters that a load adds to the weights, in this order. `weights` are those without them."""
 
 
 class AdapterTarget(NamedTuple):

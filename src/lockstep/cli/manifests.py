@@ -58,6 +58,7 @@ def read_standard_input() -> Manifest:
 
 def backend_of(name: str | None) -> Backend | OneModel:
     """Backend of the value of --backend; UsageError, with the valid values, if there is none."""
+    from lockstep.artifacts.model import MERGE
     from lockstep.cluster.backend import POCKET, Backend, OneModel
     from lockstep.cluster.manifest_keys import check_source
     from lockstep.spelling import did_you_mean
@@ -71,7 +72,8 @@ def backend_of(name: str | None) -> Backend | OneModel:
         check_source(name)
     except ConfigError as error:
         raise UsageError(f"--backend {error}") from None
-    is_path = os.path.dirname(name) or name.endswith(".gguf") or Path(name).expanduser().exists()
+    model = name.split(MERGE)[0]
+    is_path = os.path.dirname(model) or model.endswith(".gguf") or Path(model).expanduser().exists()
     if "://" not in name and not is_path:
         known = (
             f"it must be {', '.join(names)} or the source of one model (a path, hf://org/name, pocket://, stub://NAME)"

@@ -239,8 +239,13 @@ def names_of_source(source: str) -> tuple[str, ...]:
     """Names of a model that is served without a given name: its source, and a short name as an alias.
 
     The short name of ``hf://org/name@revision#file`` is ``name``, that of ``./dir/model.gguf`` is ``model``, and that
-    of ``pocket://`` is ``pocket``. A hub repository is also an alias: ``org/name``.
+    of ``pocket://`` is ``pocket``. A hub repository is also an alias: ``org/name``. A model with a merged adapter
+    has the short name of the adapter.
     """
+    from lockstep.artifacts.model import MERGE
+
+    if MERGE in source:
+        return (source, names_of_source(source.split(MERGE)[-1])[-1])
     scheme, sign, rest = source.rpartition("://")
     path = re.split(r"[?#@]" if sign else r"$", rest or scheme)[0].rstrip("/")
     short = path.rpartition("/")[2].removesuffix(".gguf")
