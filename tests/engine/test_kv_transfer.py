@@ -280,8 +280,13 @@ def test_no_column_of_a_window_gets_blocks_without_content(open_store: OpenStore
     session = request(text(random.Random(1), 150), num_lasting_tokens=150, session_id="s", session_owner=OWNER)
     may_write, is_writing = threading.Event(), threading.Event()
     may_write.set()
-    system = WatchedSystem(lambda call, path: call != "write" or (is_writing.set(), may_write.wait()))
-    with hybrid_engine(path, store=open_store(system=system)) as engine:
+
+    def before(call: str, path: str) -> None:
+        if call == "write":
+            is_writing.set()
+            may_write.wait()
+
+    with hybrid_engine(path, store=open_store(system=WatchedSystem(before))) as engine:
         [expected] = answers(engine, [session])
         scheduler, executor, hashes = engine.scheduler, engine.model.executor, hashes_of(engine, "s")[:4]
 

@@ -136,7 +136,7 @@ def load_weights(
     Args:
         quantize: ``int8`` or ``int4``: the type to which float matrices are rounded.
         cache_dir: folder for packed files; None: weights are packed into memory.
-        report: called with the stage ``pack`` and its completed fraction.
+        report: called with the stage ``pack`` or, for floats with adapters, ``merge``, and its completed fraction.
 
     Raises:
         UsageError: there is nothing to quantise.
@@ -146,7 +146,7 @@ def load_weights(
     tensors = {name: artifact.weights[name] for name in names}
     if quantize is not None and not any(each.encoding in FLOAT_TYPES for each in tensors.values()):
         raise UsageError(f"quantize is {quantize!r} and {artifact.name} has no float weights to quantise; omit it")
-    floats, packed = _planned(library, artifact, tensors, quantize)
+    floats, packed = _planned(library, artifact, tensors, quantize, report)
     packing = _Packing(artifact, library, packed, quantize, report)
     panels, check = _panels(packing, artifact, quantize, cache_dir, max_cache_bytes)
     matrices, begin = dict(floats), 0
@@ -231,11 +231,12 @@ def packed_encoding(name: str, tensor: Tensor, quantize: str | None) -> Encoding
 
 
 def _planned(
-    library: NativeLibrary, artifact: Artifact, tensors: Mapping[str, Tensor], quantize: str | None
+    library: NativeLibrary, artifact: Artifact, tensors: Mapping[str, Tensor], quantize: str | None, report: Report
 ) -> tuple[dict[str, Matrix], list[PackedMatrix]]:
-    """Float matrices as they are stored, and the matrices to be packed, in the order of the file."""
+    """Float matrices as they are stored, with adapters merged into them, and the matrices to be packed, in the order of
+    the file."""
     floats, packed = {}, []
-    for name, tensor in tensors.items():
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
         features, columns = tensor.shape
         check_tensor(tensor, (features, columns))
         encoding = packed_encoding(name, tensor, quantize)
@@ -245,6 +246,8 @@ def _planned(
         elif encoding is None:
             _check_finite_floats(tensor)
             floats[name] = Matrix(tensor.encoding, features, columns, _bytes_of(loaded_tensor(library, artifact, name)))
+            if artifact.adapters:
+                report("merge", number / len(tensors))
         else:
             num_bytes = packed_bytes(library, _as_blocks(tensor, encoding))
             packed.append(PackedMatrix(name, encoding, features, columns, num_bytes))
