@@ -17,9 +17,6 @@ from lockstep.artifacts.task import Task as Task
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MERGE = "+lora="
-"""Separates a model from the LoRA adapter that its load merges into its weights, in a source."""
-
 
 class Encoding(Enum):
     """Storage format of a tensor. The block formats are ggml's, with 32 or 256 (_K, _XS) values along the last axis."""

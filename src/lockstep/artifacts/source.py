@@ -10,7 +10,8 @@ from lockstep.artifacts.gguf import open_gguf
 from lockstep.artifacts.hub.source import SCHEME as _HUB
 from lockstep.artifacts.hub.source import DownloadProgress, HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.huggingface import open_huggingface
-from lockstep.artifacts.model import MERGE, Artifact
+from lockstep.artifacts.model import Artifact
+from lockstep.artifacts.task import MERGE
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.spelling import nearest
 

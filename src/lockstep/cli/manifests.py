@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.artifacts.task import MERGE
 from lockstep.cli import options as flags
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ConfigError, ManifestError, UsageError
@@ -58,7 +59,6 @@ def read_standard_input() -> Manifest:
 
 def backend_of(name: str | None) -> Backend | OneModel:
     """Backend of the value of --backend; UsageError, with the valid values, if there is none."""
-    from lockstep.artifacts.model import MERGE
     from lockstep.cluster.backend import POCKET, Backend, OneModel
     from lockstep.cluster.manifest_keys import check_source
     from lockstep.spelling import did_you_mean

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from lockstep.artifacts.task import Task
+from lockstep.artifacts.task import MERGE, Task
 from lockstep.cluster.dispatch import DispatchRule, NearestRule
 from lockstep.core.balancer import RoutingPolicy
 
@@ -242,8 +242,6 @@ def names_of_source(source: str) -> tuple[str, ...]:
     of ``pocket://`` is ``pocket``. A hub repository is also an alias: ``org/name``. A model with a merged adapter
     has the short name of the adapter.
     """
-    from lockstep.artifacts.model import MERGE
-
     if MERGE in source:
         return (source, names_of_source(source.split(MERGE)[-1])[-1])
     scheme, sign, rest = source.rpartition("://")

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.artifacts.task import TASKS
+from lockstep.artifacts.task import MERGE, TASKS
 from lockstep.cluster.manifest import PRIORITIES, Persona, Remote, Tier
 from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size, size_text
 from lockstep.engine.options import EngineOptions, check_limits
@@ -289,7 +289,6 @@ def check_adapter(value: str) -> None:
 def check_source(value: str) -> None:
     """Raise ConfigError for a source that names no artifact; the error's text omits the subject."""
     from lockstep.artifacts.hub.source import parse_hub_source
-    from lockstep.artifacts.model import MERGE
 
     model, *adapters = value.split(MERGE)
     for each in adapters:

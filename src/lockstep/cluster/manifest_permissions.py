@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.artifacts.model import MERGE
+from lockstep.artifacts.task import MERGE
 from lockstep.cluster.manifest import Hosts, Manifest, Remote, Tier
 from lockstep.cluster.manifest_draft import EntryDraft
 from lockstep.cluster.remote_exchange import is_plainly_private

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lockstep.artifacts.model import MERGE
+from lockstep.artifacts.task import MERGE
 from lockstep.cluster.controller import Controller
 from lockstep.cluster.controller_client import ControllerClient, ControllerLink
 from lockstep.cluster.controller_state import ControllerState, GatewayDemand, GatewayReport

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from lockstep.artifacts.model import MERGE, Adapter
-from lockstep.artifacts.task import Task
+from lockstep.artifacts.model import Adapter
+from lockstep.artifacts.task import MERGE, Task
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import (
     COLUMNS,

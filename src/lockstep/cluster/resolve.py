@@ -16,9 +16,9 @@ from lockstep.artifacts.embedding import check_encoder_task
 from lockstep.artifacts.hub.source import SCHEME as HUB
 from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.layout import adapter_bytes
-from lockstep.artifacts.model import MERGE, Adapter, ModelConfig, TokenizerParts
+from lockstep.artifacts.model import Adapter, ModelConfig, TokenizerParts
 from lockstep.artifacts.source import open_artifact
-from lockstep.artifacts.task import Task
+from lockstep.artifacts.task import MERGE, Task
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.manifest import Manifest, ModelEntry, Resources, Tier
 from lockstep.cluster.replica_state import ReplicaSpec

@@ -23,7 +23,8 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 import numpy as np
 
-from lockstep.artifacts.model import MERGE, Adapter, TokenizerParts
+from lockstep.artifacts.model import Adapter, TokenizerParts
+from lockstep.artifacts.task import MERGE
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, ExecutorError, UsageError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.option_fields import Range, option_types
