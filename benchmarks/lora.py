@@ -5,7 +5,8 @@
 
 Weights are random, and adapters of all seven linear layers have 16 bits. Rows have the adapters in turn, so that no two
 neighbours have the same one. Steps with and without adapters alternate in one process; a ratio is the median of the
-ratios of pairs. The table also has the time to load and unload an adapter, and its memory.
+ratios of pairs. The table also has the time to load and unload an adapter, its memory, and the times to load the model
+with and without an adapter merged into it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace as struct_with
 
-from lockstep.artifacts.adapter import open_adapter
+from lockstep.artifacts.adapter import MERGED_ENCODINGS, merged, open_adapter
+from lockstep.artifacts.model import Artifact, Encoding
 from lockstep.artifacts.source import open_artifact
 from lockstep.core.step import StepPlan
 from lockstep.executors.base import StepBatch
@@ -75,6 +77,12 @@ def measure(executor: NativeExecutor, vocab_size: int, turns: int) -> None:
         print(f"| {name} | {times[0]:.2f} | {times[1]:.2f} | {middle:.3f} ({first:.3f} to {last:.3f}) |", flush=True)
 
 
+def load_seconds(artifact: Artifact, options: ExecutorOptions) -> float:
+    begin = time.perf_counter()
+    load_executor(artifact, options, lambda stage, share: None).close()
+    return time.perf_counter() - begin
+
+
 def run(shape_name: str, encoding: str, args: Any, folder: Path) -> None:
     shape = replace(SHAPES[shape_name], max_model_len=max(1024, SHAPES[shape_name].max_model_len))
     model = folder / f"{shape_name}-{encoding}.gguf"
@@ -109,6 +117,9 @@ def run(shape_name: str, encoding: str, args: Any, folder: Path) -> None:
     executor.unload_adapter(1)
     print(f"\nunloading one: {1e3 * (time.perf_counter() - begin):.2f} ms", flush=True)
     executor.close()
+    if Encoding(encoding) in MERGED_ENCODINGS:
+        base, first, later = (load_seconds(each, options) for each in (artifact, *[merged(artifact, adapters[0])] * 2))
+        print(f"loading the base: {base:.2f} s; with an adapter merged: {first:.2f} s, and {later:.2f} s the next time")
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.artifacts.adapter import open_adapter
+from lockstep.artifacts.adapter import MERGED_ENCODINGS, merged, open_adapter
 from lockstep.artifacts.architectures import ARCHITECTURES
-from lockstep.artifacts.model import Adapter, Artifact
+from lockstep.artifacts.model import Adapter, Artifact, Encoding
 from lockstep.artifacts.source import open_artifact
 from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
@@ -257,6 +257,25 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, base: Artifact) ->
     if other.hidden_size != TINY.hidden_size:
         with pytest.raises(ArtifactError):
             opened(write_peft(tmp_path / "b", other, 8), base)
+
+
+@pytest.mark.parametrize("encoding", [each.value for each in Encoding])
+def test_adapters_are_merged_into_floats_and_q8_0(tmp_path: Path, encoding: str) -> None:
+    shape = SHAPES["small-llama"]  # rows of 256 values, as some encodings need them
+    base = open_artifact(str(write_gguf(tmp_path / "base.gguf", shape, encoding)), cache_dir=tmp_path)
+    adapter = opened(write_peft(tmp_path / "adapter", shape, 4), base)
+    if Encoding(encoding) in MERGED_ENCODINGS:
+        assert merged(base, adapter).adapters == (adapter,)
+        assert merged(base, adapter).bytes_by_encoding == base.bytes_by_encoding
+    else:
+        with pytest.raises(UnsupportedArtifactError, match=f"{encoding} in 'base' .* beside its base"):
+            merged(base, adapter)
+
+
+def test_an_adapter_that_is_not_active_everywhere_is_not_merged(tmp_path: Path, base: Artifact) -> None:
+    aware = opened(write_peft(tmp_path / "aware", TINY, 8, settings={"alora_invocation_tokens": [5]}), base)
+    with pytest.raises(UnsupportedArtifactError, match="aLoRA"):
+        merged(base, aware)
 
 
 def test_what_is_no_adapter_is_refused(tmp_path: Path, base: Artifact) -> None:

@@ -29,6 +29,22 @@ def test_a_gguf_file_is_known_by_its_content_too(tmp_path: Path) -> None:
     assert open_artifact(str(write_gguf(tmp_path / "blob", "tiny-llama")), cache_dir=tmp_path).format == "gguf"
 
 
+def test_a_source_with_adapters_is_another_model(tmp_path: Path) -> None:
+    base = write_gguf(tmp_path / "base.gguf", "tiny-llama")
+    one, two = (write_peft(tmp_path / name, SHAPES["tiny-llama"], 4, seed=seed) for seed, name in enumerate("ab"))
+    sources = (str(base), f"{base}+lora={one}", f"{base}+lora={two}", f"{base}+lora={one}+lora={two}")
+    opened = [open_artifact(source, cache_dir=tmp_path / "cache") for source in sources]
+    assert [each.name for each in opened] == ["base", "base+a", "base+b", "base+a+b"]
+    assert [[adapter.name for adapter in each.adapters] for each in opened] == [[], ["a"], ["b"], ["a", "b"]]
+    assert tuple(each.source for each in opened) == sources
+    fingerprints = {each.fingerprint for each in opened}
+    assert [len(each) for each in fingerprints] == [32] * 4
+    assert open_artifact(f"{base}+lora={two}+lora={one}", cache_dir=tmp_path).fingerprint not in fingerprints
+    one.rename(tmp_path / "moved")
+    again = open_artifact(f"{base}+lora={tmp_path / 'moved'}", cache_dir=tmp_path)
+    assert again.fingerprint == opened[1].fingerprint
+
+
 def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_gguf(tmp_path / "m.gguf", "tiny-llama")
@@ -102,6 +118,9 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         ("stub://router", ArtifactNotFoundError, "a stub is a fake model"),
         ("pocket://other", ArtifactNotFoundError, "the embedded model is called pocket://"),
         ("s3://bucket/key", ArtifactNotFoundError, "unknown scheme 's3'"),
+        ("pocket://+lora=none", ArtifactNotFoundError, "an adapter is a PEFT directory"),
+        ("pocket://+lora=", ArtifactNotFoundError, "a PEFT directory is expected"),
+        ("stub://router+lora=none", ArtifactNotFoundError, "a stub is a fake model"),
         ("", ArtifactNotFoundError, "no config.json"),
         ("a\0b", ArtifactNotFoundError, "a model is"),
         ("x" * 5000, ArtifactNotFoundError, "too long"),

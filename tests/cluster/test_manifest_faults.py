@@ -37,6 +37,14 @@ def test_a_fault_reports_its_line_and_field(name: str) -> None:
         assert word in str(problem), problem
 
 
+@pytest.mark.parametrize("source", ["pocket://+lora=pocket://", "pocket://+lora=", "stub://r+lora=a", "hf://o+lora=a"])
+def test_a_source_and_the_adapter_merged_into_it_are_both_checked(source: str) -> None:
+    (problem,) = problems_of(BASE.replace("hf://org/router", source))
+    assert (problem.line, problem.where) == (7, "models.router.source")
+    (entry, *_) = parse(BASE.replace("hf://org/router", "hf://org/router+lora=hf://org/billing+lora=a/b")).entries
+    assert entry.source == "hf://org/router+lora=hf://org/billing+lora=a/b"
+
+
 def test_faults_have_messages_of_their_own() -> None:
     messages = [problems_of(BASE.replace(old, new))[0].message for old, new, *_ in CASES.values()]
     assert len(set(messages)) == len(messages)

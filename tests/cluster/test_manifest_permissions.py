@@ -32,6 +32,7 @@ from lockstep.pocket import pocket_path
 from lockstep.server.admission import permissions_of
 from lockstep.server.options import ServerOptions
 from lockstep.worker.link import WorkerOptions
+from tests.adapter_files import write_pocket_adapter
 from tests.cluster.remotes import call, crooked, events_of, says, whole
 from tests.server.living import Living, living_cluster
 
@@ -70,6 +71,8 @@ def machine(root: Path, options: ServerOptions) -> Iterator[Machine]:
         (each / "notes.txt").write_text("no model")
         (each / "broken.gguf").write_bytes(pocket_path().read_bytes()[:5000])
         shutil.copy(pocket_path(), each / "model.gguf")
+        write_pocket_adapter(each / "adapter")
+        write_pocket_adapter(each / "aware", alora_invocation_tokens=[5])
     (folder / "link.gguf").symlink_to(outside / "model.gguf")
     (folder / "away").symlink_to(outside)
     text = FIRST.format(declared=outside / "model.gguf")
@@ -113,6 +116,12 @@ def shut_sources(served: Machine) -> list[str]:
         "src/lockstep",
         "org/name",
         "hf://org/name",
+        *[f"{folder / 'model.gguf'}+lora={outside / name}" for name in ("adapter", "missing", "notes.txt")],
+        *[f"{folder / 'model.gguf'}+lora={folder / name}" for name in ("aware", "missing", "notes.txt")],
+        f"{folder / 'model.gguf'}+lora=hf://org/name",
+        f"{outside / 'broken.gguf'}+lora={folder / 'adapter'}",
+        f"{folder / 'missing.gguf'}+lora={folder / 'adapter'}",
+        f"pocket://+lora={outside / 'adapter'}",
     ]
 
 
@@ -130,6 +139,7 @@ def test_all_that_a_key_may_not_name_is_one_refusal_whether_it_is_there_or_not(k
 
 def test_key_may_name_files_in_the_manifest_folder_and_declared_sources(keyed: Machine) -> None:
     free = [str(keyed.folder / "model.gguf"), str(keyed.outside / "model.gguf"), "stub://b", "pocket://"]
+    free += [f"{source}+lora={keyed.folder / 'adapter'}" for source in (*free[:2], free[3])]
     for source in free:
         assert keyed.put_source(source).status_code == 200, source
     assert keyed.put(FIRST.format(declared=keyed.outside / "model.gguf"), "key").status_code == 200

@@ -364,6 +364,8 @@ async def test_a_session_keeps_its_prompt_where_others_had_the_pool() -> None:
         ("hf://org/name@main#Q8_0", ["org/name", "name"]),
         (".", []),
         ("plain", []),
+        ("./models/qwen.gguf+lora=adapters/billing/", ["billing"]),
+        ("hf://org/name#Q8_0+lora=hf://org/legal", ["legal"]),
     ],
 )
 def test_model_without_a_served_name_answers_to_its_short_names(source: str, names: list[str]) -> None:

@@ -23,6 +23,7 @@ from lockstep.cluster.resolve import (
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.pocket import pocket_path
+from tests.adapter_files import write_pocket_adapter
 from tests.artifacts.hub.stand_in import hub_environment
 from tests.cluster.clusters import clustered, say
 from tools.random_models import write_gguf
@@ -63,9 +64,36 @@ def test_equal_artifacts_share_a_replica_regardless_of_path(tmp_path: Path) -> N
     assert specs["a"].tokenizer().encode("hello")
 
 
+async def test_a_merged_adapter_is_a_model_with_its_own_replica(tmp_path: Path) -> None:
+    """It has no name of its own beside the model's, and needs the memory of its base. Another content is another
+    replica."""
+    adapter = write_pocket_adapter(tmp_path / "billing", 1)
+    text = f"cluster: c\nmodels: {{plain: {{source: 'pocket://'}}, billing: {{source: 'pocket://+lora={adapter}'}}}}"
+    manifest = opened(text)
+    plain, billing = (manifest.specs[id_] for id_ in ("plain", "billing"))
+    assert plain.key != billing.key
+    assert not billing.options.has_adapters
+    assert len({need.footprint for need in manifest.needs}) == 1
+    async with clustered(text) as cluster:
+        for name in ("plain", "billing"):
+            assert (await say(cluster, "hello there", name)).output.num_output_tokens
+        [_, card] = cluster.cards()
+        assert (card.root, card.parent, card.adapter) == (f"pocket://+lora={adapter}", None, None)
+    write_pocket_adapter(tmp_path / "billing", 2)
+    assert opened(text).specs["billing"].key != billing.key
+
+
 def test_sources_that_need_a_download_are_left_out(tmp_path: Path) -> None:
     """Beside paths that are nowhere, and users that nobody is: those are faults, and no hub would help."""
-    sources = ("hf://org/name", "org/name", "pocket://", "stub://s", "no/such.gguf", "~nobody-at-all/m", "a" * 5000)
+    sources = (
+        "hf://org/name+lora=a",
+        "org/name",
+        "pocket://",
+        "stub://s",
+        "no/such.gguf",
+        "~nobody-at-all/m",
+        "a" * 5000,
+    )
     models = "".join(f"  m{number}: {{source: '{source}'}}\n" for number, source in enumerate(sources))
     manifest = parse(f"cluster: c\nmodels:\n{models}fallback: {{remote: {{base_url: 'http://a.example'}}}}\n")
     with hub_environment(HF_HUB_CACHE=str(tmp_path)):

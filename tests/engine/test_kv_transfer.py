@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,12 @@ from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import RequestFailedError
 from tests.engine.conftest import OpenStore, Pocket
+from tests.engine.hybrid_engines import answers, hybrid_engine, request, text
 from tests.engine.kv_sessions import BLOCK, OWNER, answer, ask, hashes_of, kv_of, leave, prompt, tokens_of
 from tests.systems import WatchedSystem
 from tests.waiting import until
+from tools.random_models import write_huggingface
+from tools.random_shapes import SHAPES
 
 
 def test_an_evicted_session_is_restored_bit_by_bit(pocket: Pocket, open_store: OpenStore) -> None:
@@ -267,6 +271,48 @@ def test_an_abandoned_engine_cancels_its_loads(pocket: Pocket, open_store: OpenS
     engine.abandon(RequestFailedError("it broke"))
     assert load.is_done
     assert (kv_of(engine).num_waiting, engine.num_open) == (0, 0)
+
+
+def test_no_column_of_a_window_gets_blocks_without_content(open_store: OpenStore, tmp_path: Path) -> None:
+    """A window is restored around a column that the device still has, and that is evicted meanwhile."""
+    shape = replace(SHAPES["tiny-gemma3"], windows=tuple(3 * BLOCK * bool(w) for w in SHAPES["tiny-gemma3"].windows))
+    path, window = write_huggingface(tmp_path / "model", shape, "F32"), 1
+    session = request(text(random.Random(1), 150), num_lasting_tokens=150, session_id="s", session_owner=OWNER)
+    may_write, is_writing = threading.Event(), threading.Event()
+    may_write.set()
+
+    def before(call: str, path: str) -> None:
+        if call == "write":
+            is_writing.set()
+            may_write.wait()
+
+    with hybrid_engine(path, store=open_store(system=WatchedSystem(before))) as engine:
+        [expected] = answers(engine, [session])
+        scheduler, executor, hashes = engine.scheduler, engine.model.executor, hashes_of(engine, "s")[:4]
+
+        def contents() -> list[bytes | None]:
+            columns = scheduler.cached_blocks(hashes, window)
+            return [executor.read_blocks(blocks).tobytes() if blocks else None for blocks in columns]
+
+        _, *stored = contents()  # the columns with which the session continues
+        leave(engine)
+        may_write.clear()
+        is_writing.clear()
+        answers(engine, [request(text(random.Random(2), 40), session_id="other", session_owner=OWNER)])
+        engine.run_until_idle()
+        until(is_writing.is_set, "the store's thread is busy, so that no block is read yet")
+        scheduler.reset_prefix_cache()
+        [(place, _)] = scheduler.fill(hashes[:3], 2, window)
+        engine.submit(session)
+        engine.drain()
+        transfer = kv_of(engine)
+        assert (place, transfer.num_waiting, transfer.move(0.0)) == (2, 1, []), "columns 1 and 3 will be read"
+        scheduler.reset_prefix_cache()
+        may_write.set()
+        until(lambda: bool(transfer.move(0.0)), "they were read")
+        assert contents() == [None, stored[0], None, stored[2]]
+        assert answers(engine, [session])[0].bits == expected.bits
+        scheduler.check()
 
 
 def test_the_number_of_stored_tokens_excludes_removed_blocks(pocket: Pocket, open_store: OpenStore) -> None:

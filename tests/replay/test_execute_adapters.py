@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,24 @@ def test_every_token_is_computed_again_with_the_recorded_contents(folder: Path, 
     [execution] = execute(open_trace(folder), SOURCE, adapters=given)
     assert execution.diverged is None, list(describe(execution))
     assert execution.num_tokens == 9 * 12
+
+
+def test_a_recording_of_a_merged_adapter_is_executed_by_the_same_source_only(tmp_path: Path, adapters: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("a secret")
+    merged = f"{SOURCE}+lora={adapters / '0'}"
+    with running(trace=TraceOptions(str(tmp_path / "run"), has_content=True, key_file=str(key))) as bench:
+        bench.ready("a", merged, LoadOptions(OPTIONS))
+        submit(bench, 0, ("", "", ""))
+    trace = open_trace(tmp_path / "run")
+    assert verify(trace).is_identical
+    copy = shutil.copytree(adapters / "0", tmp_path / "copy")
+    [execution] = execute(trace, f"{SOURCE}+lora={copy}")
+    assert execution.diverged is None, list(describe(execution))
+    assert execution.num_tokens == 3 * 12
+    for other in (SOURCE, f"{SOURCE}+lora={adapters / '1'}", f"{merged}+lora={adapters / '1'}"):
+        with pytest.raises(TraceError, match="has the fingerprint"):
+            list(execute(trace, other))
 
 
 def test_a_missing_adapter_is_named(folder: Path, adapters: Path) -> None:

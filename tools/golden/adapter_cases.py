@@ -28,6 +28,8 @@ class AdapterCase:
     settings: Mapping[str, object] = field(default_factory=dict)
     is_activated: bool = False
     """True for an aLoRA, which some tokens of the prompt activate."""
+    merged_encodings: tuple[str, ...] = ()
+    """Encodings with 16 bits of the base for which the merged model has golden logits."""
 
     @property
     def shape(self) -> Shape:
@@ -48,8 +50,8 @@ class AdapterCase:
 
 
 ADAPTER_CASES: Mapping[str, AdapterCase] = {
-    "llama": AdapterCase("llama"),
-    "llama-f32": AdapterCase("llama", encoding="F32"),
+    "llama": AdapterCase("llama", merged_encodings=("F16", "BF16")),
+    "llama-f32": AdapterCase("llama", encoding="F32", merged_encodings=("F16", "BF16")),
     "llama-bf16": AdapterCase("llama", 5, "BF16"),
     "llama-rslora": AdapterCase("llama", settings={"use_rslora": True, "lora_alpha": 4}),
     "llama-patterns": AdapterCase("llama", settings={"alpha_pattern": {"1.mlp.down_proj": 40, "q_proj": 4}}),

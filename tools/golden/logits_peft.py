@@ -3,7 +3,8 @@
     python -m tools.golden.logits_peft tests/golden/logits_peft.npz
 
 It needs the ``golden`` extra. Models and adapters are drawn from a seed (adapter_cases.py), so only logits are stored:
-those of the adapter beside the model, and those of the merged model.
+those of the adapter beside the model, and those of the merged model. For some adapters, these are also stored for a
+model in 16 bits: its weights are rounded, merged in float32, and rounded again.
 """
 
 from __future__ import annotations
@@ -22,15 +23,31 @@ from tools.golden.logits_transformers import model_of, plain_model, with_weights
 
 
 def peft_logits(case: AdapterCase, folder: Path) -> dict[str, Floats]:
-    """Logits [len(POSITIONS), vocab]: ``unmerged``, and ``merged`` if PEFT can merge the adapter."""
+    """Logits [len(POSITIONS), vocab]: ``unmerged``, ``merged`` if PEFT can merge the adapter, and ``merged-F16`` or
+    ``merged-BF16`` for each of the case's encodings of the base."""
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(_base_of(case), str(case.write(folder))).eval()
+    def adapted(base: Any) -> Any:
+        return PeftModel.from_pretrained(base, str(case.write(folder))).eval()
+
+    model = adapted(_base_of(case))
     assert bool(model.peft_config["default"].alora_invocation_tokens) == case.is_activated
     logits = {"unmerged": _logits(model, case)}
     if not case.is_activated:
         logits["merged"] = _logits(model.merge_and_unload().eval(), case)
+    for encoding in case.merged_encodings:
+        merged = adapted(_rounded(_base_of(case), encoding)).merge_and_unload().eval()
+        logits[f"merged-{encoding}"] = _logits(_rounded(merged, encoding), case)
     return logits
+
+
+def _rounded(model: Any, encoding: str) -> Any:
+    """The model with all weights rounded to 16 bits, in float32."""
+    import torch
+
+    for weights in model.parameters():  # and not the frequencies, which no file stores
+        weights.data = weights.data.to({"F16": torch.float16, "BF16": torch.bfloat16}[encoding]).to(torch.float32)
+    return model
 
 
 def _base_of(case: AdapterCase) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.artifacts.adapter_files import MAX_RANK, PEFT_CONFIG, AdapterFiles, read_gguf_adapter, read_peft
 from lockstep.artifacts.architectures import ARCHITECTURES
-from lockstep.artifacts.fingerprint import MappedFile, file_fingerprint, files_fingerprint
+from lockstep.artifacts.fingerprint import MappedFile, file_fingerprint, files_fingerprint, merged_fingerprint
 from lockstep.artifacts.gguf import canonical_tensors
 from lockstep.artifacts.hub.source import SCHEME, DownloadProgress, HubSource, parse_hub_source
 from lockstep.artifacts.hybrids import KERNELS, huggingface_tensors
@@ -27,6 +27,8 @@ _LAYERS = "model.layers."
 _TILED = ".linear_attn."
 _BRAIN_INFINITY = 0x7F80
 """Exponent bits of a bfloat16; all of them are set in infinity and NaN."""
+MERGED_ENCODINGS = (*FLOAT_TYPES, Encoding.Q8_0)
+"""Encodings of weights that adapters can be merged into."""
 
 
 def open_adapter(
@@ -67,6 +69,35 @@ def open_adapter(
         num_bytes=sum(2 * (each.a.data.size + each.b.data.size) for each in targets.values()),
         invocation_ids=files.invocation_ids,
         weights_file=MappedFile.of(files.weights_path, cache),
+    )
+
+
+def merged(base: Artifact, adapter: Adapter) -> Artifact:
+    """Return the model whose load adds an adapter to the weights. Its fingerprint is that of neither part.
+
+    Raises:
+        UnsupportedArtifactError: the adapter applies to some tokens only, or the weights have too few bits.
+    """
+    if adapter.invocation_ids:
+        raise UnsupportedArtifactError(
+            "has invocation tokens (aLoRA), so tokens before them have the weights of the base, and it cannot be "
+            "merged; load it beside its base, with --lora-modules or `adapter:`",
+            path=adapter.path,
+        )
+    for name in adapter.targets:
+        encoding = base.weights[name].encoding
+        if encoding not in MERGED_ENCODINGS:
+            raise UnsupportedArtifactError(
+                f"adapts {name!r}, which is {encoding.value} in {base.name!r} and would be quantised a second time; "
+                f"adapters are merged into {', '.join(each.value for each in MERGED_ENCODINGS)}. Load it beside its "
+                "base, with --lora-modules or `adapter:`, or merge it into a 16-bit model and add --quantize int4",
+                path=adapter.path,
+            )
+    return replace(
+        base,
+        name=f"{base.name}+{adapter.name}",
+        fingerprint=merged_fingerprint(base.fingerprint, adapter.fingerprint),
+        adapters=(*base.adapters, adapter),
     )
 
 

@@ -57,6 +57,11 @@ def files_fingerprint(root: Path, names: Iterable[str], cache_dir: Path) -> str:
     return _digest("".join(lines).encode())
 
 
+def merged_fingerprint(base: str, adapter: str) -> str:
+    """Fingerprint of a base model with an adapter merged into its weights, from the fingerprints of both."""
+    return _digest(f"{base}+{adapter}\n".encode())
+
+
 class MappedFile(NamedTuple):
     """A file that stays mapped into memory, as it was when it was opened."""
 

@@ -349,6 +349,8 @@ class Artifact:
     task: Task = "generate"
     embedding: EmbeddingConfig | None = None
     """How the model makes vectors; None: the artifact does not describe it."""
+    adapters: tuple[Adapter, ...] = ()
+    """LoRA adapters that a load adds to the weights, in this order. `weights` are those without them."""
 
 
 class AdapterTarget(NamedTuple):

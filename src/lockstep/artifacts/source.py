@@ -1,15 +1,17 @@
-"""Model sources: open a model given as a path, a scheme, or a name on the hub."""
+"""Model sources: open a model given as a path, a scheme, or a name on the hub, and merge adapters into it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.artifacts.adapter import merged, open_adapter
 from lockstep.artifacts.gguf import open_gguf
 from lockstep.artifacts.hub.source import SCHEME as _HUB
 from lockstep.artifacts.hub.source import DownloadProgress, HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.huggingface import open_huggingface
 from lockstep.artifacts.model import ADAPTER_AS_MODEL, Artifact
+from lockstep.artifacts.task import MERGE
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.spelling import nearest
 
@@ -25,7 +27,8 @@ def open_artifact(source: str, *, cache_dir: Path | None = None, progress: Downl
     """Detect the kind of a source, open it and check it. Large data is read only for the fingerprint.
 
     Args:
-        source: a path, ``pocket://``, ``hf://org/name[@revision][#file]``, or ``org/name`` if no such path exists.
+        source: a path, ``pocket://``, ``hf://org/name[@revision][#file]``, or ``org/name`` if no such path exists. Each
+            ``+lora=ADAPTER`` after it names an adapter that a load merges into the weights; see `open_adapter`.
         cache_dir: directory of cached fingerprints; default: the user's cache directory.
         progress: called during the download of a model from the hub.
 
@@ -36,6 +39,14 @@ def open_artifact(source: str, *, cache_dir: Path | None = None, progress: Downl
         DownloadError: the hub cannot be reached or rejects the request.
     """
     cache = _default_cache_dir() if cache_dir is None else cache_dir
+    base, *adapters = source.split(MERGE)
+    artifact = _open(base, cache, progress)
+    for adapter in adapters:
+        artifact = merged(artifact, open_adapter(adapter, artifact, cache_dir=cache, progress=progress))
+    return replace(artifact, source=source) if adapters else artifact
+
+
+def _open(source: str, cache: Path, progress: DownloadProgress | None) -> Artifact:
     if source.startswith(_HUB):
         return _open_hub(parse_hub_source(source), source, cache, progress)
     if "://" in source:

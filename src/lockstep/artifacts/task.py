@@ -1,4 +1,4 @@
-"""Tasks and poolings of models. They have a module without imports, because every page of help needs them."""
+"""Tasks, poolings and merged adapters of models: values without imports, because every page of help needs them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Literal, get_args
 Task = Literal["generate", "embed", "rerank"]
 """Task of a model: text, vectors, or scores of pairs of texts."""
 TASKS: tuple[Task, ...] = get_args(Task)
+MERGE = "+lora="
+"""Separates a model from the LoRA adapter that its load merges into its weights, in a source."""
 Pooling = Literal["mean", "last", "cls"]
 """Hidden states that become the vector: the mean of all tokens, the last token, or the first one."""
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.artifacts.task import MERGE
 from lockstep.cli import options as flags
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ConfigError, ManifestError, UsageError
@@ -71,7 +72,8 @@ def backend_of(name: str | None) -> Backend | OneModel:
         check_source(name)
     except ConfigError as error:
         raise UsageError(f"--backend {error}") from None
-    is_path = os.path.dirname(name) or name.endswith(".gguf") or Path(name).expanduser().exists()
+    model = name.split(MERGE)[0]
+    is_path = os.path.dirname(model) or model.endswith(".gguf") or Path(model).expanduser().exists()
     if "://" not in name and not is_path:
         known = (
             f"it must be {', '.join(names)} or the source of one model (a path, hf://org/name, pocket://, stub://NAME)"

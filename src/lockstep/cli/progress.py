@@ -31,6 +31,7 @@ _STAGES = {
     "open": "opening its files",
     "trial": "loading it in a trial process, because this machine never ran it",
     "pack": "packing its weights",
+    "merge": "merging its adapters",
 }
 """Descriptions of stages."""
 _SHORT_STAGES = ("open",)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from lockstep.artifacts.task import Task
+from lockstep.artifacts.task import MERGE, Task
 from lockstep.cluster.dispatch import DispatchRule, NearestRule
 from lockstep.core.balancer import RoutingPolicy
 
@@ -239,8 +239,11 @@ def names_of_source(source: str) -> tuple[str, ...]:
     """Names of a model that is served without a given name: its source, and a short name as an alias.
 
     The short name of ``hf://org/name@revision#file`` is ``name``, that of ``./dir/model.gguf`` is ``model``, and that
-    of ``pocket://`` is ``pocket``. A hub repository is also an alias: ``org/name``.
+    of ``pocket://`` is ``pocket``. A hub repository is also an alias: ``org/name``. A model with a merged adapter
+    has the short name of the adapter.
     """
+    if MERGE in source:
+        return (source, names_of_source(source.split(MERGE)[-1])[-1])
     scheme, sign, rest = source.rpartition("://")
     path = re.split(r"[?#@]" if sign else r"$", rest or scheme)[0].rstrip("/")
     short = path.rpartition("/")[2].removesuffix(".gguf")

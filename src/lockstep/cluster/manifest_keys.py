@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.artifacts.task import TASKS
+from lockstep.artifacts.task import MERGE, TASKS
 from lockstep.cluster.manifest import PRIORITIES, Persona, Remote, Tier
 from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size, size_text
 from lockstep.engine.options import EngineOptions, check_limits
@@ -275,17 +275,25 @@ def source(node: YamlNode) -> str:
 def adapter(node: YamlNode) -> str:
     """Read the source of an adapter; its form is checked, but nothing is opened."""
     value = text(node)
-    if "://" in value and not value.startswith("hf://"):
+    check_adapter(value)
+    return value
+
+
+def check_adapter(value: str) -> None:
+    """Raise ConfigError for a source that names no adapter; the error's text omits the subject."""
+    if not value or ("://" in value and not value.startswith("hf://")):
         raise ConfigError(f"is {shown(value)}; an adapter is a PEFT directory, a GGUF file or hf://org/name")
     check_source(value)
-    return value
 
 
 def check_source(value: str) -> None:
     """Raise ConfigError for a source that names no artifact; the error's text omits the subject."""
     from lockstep.artifacts.hub.source import parse_hub_source
 
-    scheme, sign, rest = value.partition("://")
+    model, *adapters = value.split(MERGE)
+    for each in adapters:
+        check_adapter(each)
+    scheme, sign, rest = model.partition("://")
     if _CONTROL.search(value) or "\n" in value:
         raise ConfigError(f"is {shown(value)}; a source has no control characters")
     if not sign:
@@ -298,7 +306,7 @@ def check_source(value: str) -> None:
         raise ConfigError(f"is {shown(value)}, of an unknown scheme {scheme!r}; {hint}")
     try:
         if scheme == "hf":
-            parse_hub_source(value)
+            parse_hub_source(model)
         elif scheme == "pocket" and rest:
             raise ConfigError(f"is {shown(value)}; the embedded model is called pocket://")
         elif scheme == "stub":
@@ -306,7 +314,9 @@ def check_source(value: str) -> None:
 
             StubOptions.parse(value)
     except (ArtifactError, UsageError) as error:
-        raise ConfigError(f"is {shown(value)}: {str(error).removeprefix(f'{value}: ')}") from None
+        raise ConfigError(
+            f"is {shown(value)}: {str(error).removeprefix(f'{value}: ').removeprefix(f'{model}: ')}"
+        ) from None
 
 
 def _remote_text(environment: Mapping[str, str] | None) -> Callable[[YamlNode], str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lockstep.artifacts.task import MERGE
 from lockstep.cluster.manifest import Hosts, Manifest, Remote, Tier
 from lockstep.cluster.manifest_draft import EntryDraft
 from lockstep.cluster.remote_exchange import is_plainly_private
@@ -123,6 +124,9 @@ class OperatorNames:
         """True if any sender may open a source. Files outside the directory are never accessed."""
         if source in self._sources:
             return True
+        base, *adapters = source.split(MERGE)
+        if adapters:
+            return self.may_open(base) and all(map(self.may_open_adapter, adapters))
         if source.startswith(STUB):  # a stub may name a file of answers
             return not StubOptions.parse(source).answers
         if not self._opens_sources or source.startswith(_POCKET):
@@ -197,8 +201,9 @@ class PermissionCheck:
             return
         if not self._names.may_open(source):
             reading.fault(where, SOURCE_REFUSED)
-        elif "://" not in source:
-            self._opened[source] = Problem(reading.line(where), where, SOURCE_REFUSED)
+        else:
+            paths = [each for each in source.split(MERGE) if "://" not in each]
+            self._opened |= dict.fromkeys(paths, Problem(reading.line(where), where, SOURCE_REFUSED))
 
     def _check_adapter(self, entry: EntryDraft, reading: Reading) -> None:
         path, where = entry.fields.get("adapter"), f"{entry.where}.adapter"

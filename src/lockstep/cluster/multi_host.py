@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from lockstep.artifacts.task import MERGE
 from lockstep.cluster.controller import Controller
 from lockstep.cluster.controller_client import ControllerClient, ControllerLink
 from lockstep.cluster.controller_state import ControllerState, GatewayDemand, GatewayReport
@@ -179,9 +180,7 @@ class MultiHostBackend:
 
     def _demand(self, replica: ReplicaState) -> Demand:
         spec, wanted = replica.spec, replica.spec.group
-        source = spec.source
-        if "://" not in source and Path(source).expanduser().exists():  # an absolute path, as on all hosts
-            source = str(Path(source).expanduser().absolute())
+        source = MERGE.join(map(_absolute, spec.source.split(MERGE)))
         options = spec.options, replica.priority, wanted.num, wanted.resources, wanted.spread
         return Demand(spec.key, source, *options, self._name_of(spec.key))
 
@@ -263,6 +262,12 @@ class MultiHostBackend:
             fault = self.workers.fault or "the cluster's controller does not report"
             found.append(f"{fault} (last report {age_s:.0f} s ago); states are from this server's own connections")
         return (*found, *(place.sentence for place in self.places() if place.sentence))
+
+
+def _absolute(source: str) -> str:
+    """A path in absolute form, as on all hosts; another source as it is."""
+    is_path = "://" not in source and Path(source).expanduser().exists()
+    return str(Path(source).expanduser().absolute()) if is_path else source
 
 
 def check_secret_file(name: str) -> None:

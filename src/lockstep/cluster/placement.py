@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from lockstep.artifacts.model import Adapter
-from lockstep.artifacts.task import Task
+from lockstep.artifacts.task import MERGE, Task
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import (
     COLUMNS,
@@ -130,7 +130,8 @@ def _open_sources(served: Manifest, base: LoadOptions) -> tuple[dict[str, Opened
     for source in sorted({entry.source for entry in served.entries if entry.tier is not Tier.REMOTE}):
         try:
             if must_be_fetched(source, is_online=False):
-                unopened[source] = f"{source} is not on this machine yet; `lockstep pull {source}` fetches it"
+                model = source.split(MERGE)[0]
+                unopened[source] = f"{model} is not on this machine yet; `lockstep pull {model}` fetches it"
             else:
                 sources[source] = OpenedSource.open(source, base)
         except ArtifactError as error:

@@ -18,7 +18,7 @@ from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub
 from lockstep.artifacts.layout import adapter_bytes
 from lockstep.artifacts.model import Adapter, ModelConfig, TokenizerParts
 from lockstep.artifacts.source import open_artifact
-from lockstep.artifacts.task import Task
+from lockstep.artifacts.task import MERGE, Task
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.manifest import Manifest, ModelEntry, Resources, Tier
 from lockstep.cluster.replica_state import ReplicaSpec
@@ -205,8 +205,9 @@ def must_be_fetched(source: str, *, is_online: bool = True) -> bool:
 
 
 def on_hub(source: str) -> HubSource | None:
-    """Hub repository that a source names, decided as when it is opened; None: the source is a path, embedded or a
+    """Hub repository of a source's model, decided as when it is opened; None: the model is at a path, embedded or a
     stub."""
+    source = source.split(MERGE)[0]
     if source.startswith(HUB):
         return parse_hub_source(source)
     if "://" in source or source.endswith((".gguf", ".safetensors")):

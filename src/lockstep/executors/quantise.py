@@ -63,7 +63,7 @@ def vector(tensor: Tensor, shape: int | tuple[int, ...]) -> npt.NDArray[np.float
 def int8_channels(tensor: Tensor, max_chunk_values: int = MAX_CHUNK_VALUES) -> tuple[npt.NDArray[np.int8], Halves]:
     """Quantise symmetrically with one scale per row: values ``[rows, columns]``, scales ``[rows, 1]``."""
     values, scales = np.empty(tensor.shape, np.int8), np.empty((tensor.shape[0], 1), np.float16)
-    for rows, weights in _chunks(tensor, max_chunk_values):
+    for rows, weights in row_chunks(tensor, max_chunk_values):
         largest = np.abs(weights).max(axis=-1, keepdims=True)
         with np.errstate(over="ignore", invalid="ignore"):  # the caller rejects scales that are not finite
             scales[rows] = np.maximum((largest / 127).astype(np.float16), np.float16(2**-24))  # never 0
@@ -80,7 +80,7 @@ def int4_groups(tensor: Tensor, max_chunk_values: int = MAX_CHUNK_VALUES) -> tup
     """
     shape = (tensor.shape[0], tensor.shape[-1] // GROUP_SIZE, GROUP_SIZE)
     values, scales = np.empty(shape, np.uint8), np.empty((*shape[:-1], 1), np.float16)
-    for rows, weights in _chunks(tensor, max_chunk_values):
+    for rows, weights in row_chunks(tensor, max_chunk_values):
         grouped = weights.reshape(len(weights), *shape[1:])
         with np.errstate(over="ignore", invalid="ignore"):  # the caller rejects scales that are not finite
             values[rows], scales[rows] = _round_int4(grouped)
@@ -132,7 +132,7 @@ def _without_zeros(scale: Halves) -> Halves:
     return np.where(scale == 0, np.float16(2**-24), scale)
 
 
-def _chunks(tensor: Tensor, max_values: int) -> Iterator[tuple[slice, Floats]]:
+def row_chunks(tensor: Tensor, max_values: int) -> Iterator[tuple[slice, Floats]]:
     """Yield rows and their weights in float32, some at a time."""
     step = max(1, max_values // tensor.shape[-1])
     for start in range(0, tensor.shape[0], step):

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from lockstep.artifacts.model import Adapter, TokenizerParts
+from lockstep.artifacts.task import MERGE
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, ExecutorError, UsageError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.option_fields import Range, option_types
@@ -86,6 +87,8 @@ class StubOptions:
         Raises:
             UsageError: it has unknown options or invalid values; the message lists all of them.
         """
+        if MERGE in source:
+            raise UsageError(f"{source}: a stub has no weights that an adapter can be merged into; omit {MERGE}…")
         parts = urlsplit(source)
         types = {name: type_ for name, type_ in option_types(cls).items() if name != "name"}
         values: dict[str, Any] = {"name": parts.netloc or "stub"}

@@ -1,8 +1,9 @@
 """Packed weights of a model: packs weights for the forward pass into a file that is mapped, or into memory.
 
 Matrices in block encodings are packed without conversion. Float matrices stay as they are stored, unless `quantize`
-rounds them. Files are entries of a `BuildCache`. Their content is checked in the background after they are mapped:
-reading all of it first would make a second start as long as a first one.
+rounds them. Adapters of the artifact are merged into both first. Files are entries of a `BuildCache`. Their content is
+checked in the background after they are mapped: reading all of it first would make a second start as long as a first
+one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lockstep.artifacts.tensors import BLOCKS, FLOAT_TYPES, GROUP_SIZE
 from lockstep.errors import ExecutorError, UsageError
 from lockstep.executors.build_cache import BuildCache
 from lockstep.executors.native.library import NativeLibrary, native_library
+from lockstep.executors.native.merging import loaded_tensor
 from lockstep.executors.native.weights import int4_blocks, int8_blocks, pack, packed_bytes
 from lockstep.executors.quantise import check_finite, check_tensor, int4_groups, int8_channels
 
@@ -134,7 +136,7 @@ def load_weights(
     Args:
         quantize: ``int8`` or ``int4``: the type to which float matrices are rounded.
         cache_dir: folder for packed files; None: weights are packed into memory.
-        report: called with the stage ``pack`` and its completed fraction.
+        report: called with the stage ``pack`` or, for floats with adapters, ``merge``, and its completed fraction.
 
     Raises:
         UsageError: there is nothing to quantise.
@@ -144,7 +146,7 @@ def load_weights(
     tensors = {name: artifact.weights[name] for name in names}
     if quantize is not None and not any(each.encoding in FLOAT_TYPES for each in tensors.values()):
         raise UsageError(f"quantize is {quantize!r} and {artifact.name} has no float weights to quantise; omit it")
-    floats, packed = _planned(library, tensors, quantize)
+    floats, packed = _planned(library, artifact, tensors, quantize, report)
     packing = _Packing(artifact, library, packed, quantize, report)
     panels, check = _panels(packing, artifact, quantize, cache_dir, max_cache_bytes)
     matrices, begin = dict(floats), 0
@@ -152,7 +154,8 @@ def load_weights(
         data = panels[begin : begin + each.num_bytes]
         matrices[each.name] = Matrix(each.encoding, each.features, each.columns, data)
         begin = _aligned(begin + each.num_bytes)
-    of_floats = sum(each.data.nbytes for each in floats.values())
+    in_memory = {name for adapter in artifact.adapters for name in adapter.targets}
+    of_floats = sum(each.data.nbytes for name, each in floats.items() if name not in in_memory)
     mapped_bytes = of_floats + (0 if check is None else sum(each.num_bytes for each in packed))
     return ModelWeights({name: matrices[name] for name in names}, mapped_bytes, check)
 
@@ -228,11 +231,12 @@ def packed_encoding(name: str, tensor: Tensor, quantize: str | None) -> Encoding
 
 
 def _planned(
-    library: NativeLibrary, tensors: Mapping[str, Tensor], quantize: str | None
+    library: NativeLibrary, artifact: Artifact, tensors: Mapping[str, Tensor], quantize: str | None, report: Report
 ) -> tuple[dict[str, Matrix], list[PackedMatrix]]:
-    """Float matrices as they are stored, and the matrices to be packed, in the order of the file."""
+    """Float matrices as they are stored, with adapters merged into them, and the matrices to be packed, in the order of
+    the file."""
     floats, packed = {}, []
-    for name, tensor in tensors.items():
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
         features, columns = tensor.shape
         check_tensor(tensor, (features, columns))
         encoding = packed_encoding(name, tensor, quantize)
@@ -241,7 +245,9 @@ def _planned(
             floats[name] = Matrix(tensor.encoding, features, columns, _bytes_of(tensor), is_stored)
         elif encoding is None:
             _check_finite_floats(tensor)
-            floats[name] = Matrix(tensor.encoding, features, columns, _bytes_of(tensor))
+            floats[name] = Matrix(tensor.encoding, features, columns, _bytes_of(loaded_tensor(library, artifact, name)))
+            if artifact.adapters:
+                report("merge", number / len(tensors))
         else:
             num_bytes = packed_bytes(library, _as_blocks(tensor, encoding))
             packed.append(PackedMatrix(name, encoding, features, columns, num_bytes))
@@ -286,7 +292,7 @@ class _Packing:
             begin += len(panels)
 
     def _pack(self, each: PackedMatrix, memory: Bytes) -> None:
-        tensor = self._artifact.weights[each.name]
+        tensor = loaded_tensor(self._library, self._artifact, each.name)
         if tensor.encoding not in FLOAT_TYPES:
             _check_finite_scales(tensor)
             blocks = tensor
