@@ -23,6 +23,8 @@ from lockstep.engine.speculative_config import SpeculativeConfig
 from lockstep.errors import ArtifactError, ConfigError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.option_fields import OptionType, Range, option_types
+from lockstep.pocket import SCHEME as EMBEDDED
+from lockstep.pocket import adapter_path
 from lockstep.spelling import did_you_mean, listed, odd_character
 from lockstep.yaml_reading import INVALID, Reader, YamlNode, shown
 
@@ -275,8 +277,15 @@ def source(node: YamlNode) -> str:
 def adapter(node: YamlNode) -> str:
     """Read the source of an adapter; its form is checked, but nothing is opened."""
     value = text(node)
+    if value.startswith(EMBEDDED):
+        try:
+            adapter_path(value)
+        except ArtifactError as error:
+            raise ConfigError(f"is {shown(value)}: {str(error).removeprefix(f'{value}: ')}") from None
+        return value
     if "://" in value and not value.startswith("hf://"):
-        raise ConfigError(f"is {shown(value)}; an adapter is a PEFT directory, a GGUF file or hf://org/name")
+        known = "an adapter is a PEFT directory, a GGUF file, hf://org/name or pocket://NAME"
+        raise ConfigError(f"is {shown(value)}; {known}")
     check_source(value)
     return value
 
