@@ -277,20 +277,14 @@ def source(node: YamlNode) -> str:
 def adapter(node: YamlNode) -> str:
     """Read the source of an adapter; its form is checked, but nothing is opened."""
     value = text(node)
-    if value.startswith(EMBEDDED):
-        try:
-            adapter_path(value)
-        except ArtifactError as error:
-            raise ConfigError(f"is {shown(value)}: {str(error).removeprefix(f'{value}: ')}") from None
-        return value
-    if "://" in value and not value.startswith("hf://"):
+    if "://" in value and not value.startswith(("hf://", EMBEDDED)):
         known = "an adapter is a PEFT directory, a GGUF file, hf://org/name or pocket://NAME"
         raise ConfigError(f"is {shown(value)}; {known}")
-    check_source(value)
+    check_source(value, is_adapter=True)
     return value
 
 
-def check_source(value: str) -> None:
+def check_source(value: str, *, is_adapter: bool = False) -> None:
     """Raise ConfigError for a source that names no artifact; the error's text omits the subject."""
     from lockstep.artifacts.hub.source import parse_hub_source
 
@@ -308,6 +302,8 @@ def check_source(value: str) -> None:
     try:
         if scheme == "hf":
             parse_hub_source(value)
+        elif scheme == "pocket" and is_adapter:
+            adapter_path(value)
         elif scheme == "pocket" and rest:
             raise ConfigError(f"is {shown(value)}; the embedded model is called pocket://")
         elif scheme == "stub":

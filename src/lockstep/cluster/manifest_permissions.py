@@ -139,9 +139,8 @@ class OperatorNames:
     def may_open_adapter(self, path: str) -> bool:
         """True if any sender may open an adapter: the operator's manifests name it, or it is in the directory or in the
         package."""
-        if path in self._adapters or not self._opens_sources or path.startswith(_POCKET):
-            return True
-        return self._in_folder(path) is not None
+        is_named = path in self._adapters or path.startswith(_POCKET)
+        return is_named or not self._opens_sources or self._in_folder(path) is not None
 
     def _in_folder(self, source: str) -> Path | None:
         """Real path of a source in the directory; None: it is elsewhere, by its name or because of symbolic links."""
