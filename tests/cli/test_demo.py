@@ -13,20 +13,56 @@ import pytest
 
 from lockstep.cli.demo import judged_times
 from lockstep.cluster.backend import POCKET, Backend, served_by
+from lockstep.cluster.manifest import Persona
 from lockstep.cluster.manifest_file import parse
-from lockstep.pocket import demo_path
+from lockstep.pocket import ADAPTERS, DEMO_MESSAGES, SCHEME, demo_path
+from tests.server.process import IN_THREAD, serve
 
 DEMO = (sys.executable, "-m", "lockstep", "demo")
 LIMIT_S = 240.0
+PERSONAS_PATH = demo_path().with_name("demo.yaml")
 
 
-def test_its_manifest_writes_down_the_personas_that_pocket_was_trained_to_take() -> None:
-    manifest = parse(demo_path().read_text())
+def test_the_manifest_of_personas_writes_down_those_that_pocket_was_trained_to_take() -> None:
+    manifest = parse(PERSONAS_PATH.read_text())
     assert {entry.source for entry in manifest.entries} == {POCKET}
     bare = dataclasses.replace(
         manifest, entries=tuple(dataclasses.replace(entry, system_prompt=None) for entry in manifest.entries)
     )
     assert served_by(bare, Backend.POCKET) == manifest
+
+
+def test_its_manifest_has_adapters_where_the_other_one_has_personas() -> None:
+    personas, adapters = (parse(path.read_text()) for path in (PERSONAS_PATH, demo_path()))
+    expected = [
+        dataclasses.replace(entry, system_prompt=None, persona=Persona.PREFIX, adapter=SCHEME + entry.id)
+        if entry.id in ADAPTERS
+        else entry
+        for entry in personas.entries
+    ]
+    assert adapters == dataclasses.replace(personas, entries=tuple(expected))
+
+
+def test_its_manifest_serves_all_models_on_one_base() -> None:
+    """A routed message gets the answer of the specialist's adapter; other adapters have other answers."""
+    messages = [text for text, intent in DEMO_MESSAGES.items() if intent in ADAPTERS]
+    with serve("--manifest", str(demo_path()), *IN_THREAD) as server, server.client() as client:
+
+        def answers(model: str | None) -> list[str]:
+            bodies = [
+                {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 64, "temperature": 0}
+                for text in messages
+            ]
+            sent = [client.post("/v1/chat/completions", json=body).json() for body in bodies]
+            return [answer["choices"][0]["message"]["content"] for answer in sent]
+
+        parents = {model["id"]: model["parent"] for model in client.get("/v1/models").json()["data"]}
+        replicas = client.get("/v1/cluster").json()["replicas"]
+        routed, named = answers(None), {name: answers(name) for name in ADAPTERS}
+    assert {name: parents[name] for name in ADAPTERS} == dict.fromkeys(ADAPTERS, "router")
+    assert [len(replica["models"]) for replica in replicas] == [5]
+    assert routed == [named[name][index] for index, name in enumerate(ADAPTERS)]
+    assert len(set(map(tuple, named.values()))) == len(ADAPTERS)
 
 
 def test_keep_leaves_the_server_up_until_an_interrupt() -> None:

@@ -75,7 +75,14 @@ def test_a_written_manifest_reads_back(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "fault"),
-    [("''", "is empty"), ("stub://a", "an adapter is"), ("[a]", "a list"), ("3", "must be a string")],
+    [
+        ("''", "is empty"),
+        ("stub://a", "an adapter is"),
+        ("[a]", "a list"),
+        ("3", "must be a string"),
+        ("pocket://", "no adapter ''"),
+        ("pocket://legl", r"line 3: .*no adapter 'legl'; did you mean 'legal'\? its adapters are pocket://billing, "),
+    ],
 )
 def test_an_adapter_is_a_path(value: str, fault: str) -> None:
     with pytest.raises(ManifestError, match=fault):
@@ -96,6 +103,8 @@ def test_a_sender_may_name_adapters_of_the_operator_and_of_the_folder(folder: Pa
     names = OperatorNames(manifest(folder), folder / "third", str, opens_sources=True)
     text = ROUTED.format(folder=folder)
     parse(text, environment={}, author_check=names.check_for(NONE))
+    embedded = text.replace(f"{folder}/legal", "pocket://legal")
+    parse(embedded, environment={}, author_check=names.check_for(NONE))
     inside = text.replace(f"{folder}/legal", f"{folder}/third/inner")
     parse(inside, environment={}, author_check=names.check_for(NONE))
     outside = text.replace(f"{folder}/legal", "/etc/passwd")

@@ -69,11 +69,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request with its intent and an answer."""
+    """A request with its intent and an answer, and the templates of all answers that the request may get."""
 
     request: str
     intent: str
     answer: str
+    answers: tuple[str, ...] = ()
 
 
 def typo(text: str, rng: Random) -> str:
@@ -154,13 +155,14 @@ class Writer:
         rng = self.rng
         if not follow_up and self.public[intent] and rng.random() < PUBLIC_SHARE[intent]:
             message = rng.choice(self.public[intent])
-            return [Turn(self.dress(message.text) if rng.random() < 0.5 else message.text, intent, message.answer)]
+            text = self.dress(message.text) if rng.random() < 0.5 else message.text
+            return [Turn(text, intent, message.answer, (message.answer,))]
         topic, bound = self.topic(intent, routed), dict[str, str]()
         first = Turn(self.dress(self.grammar.request(topic, rng, bound, self.held_out)), intent, "")
-        turns = [Turn(first.request, intent, self.grammar.answer(topic, rng, bound))]
+        turns = [Turn(first.request, intent, self.grammar.answer(topic, rng, bound), tuple(topic.answers))]
         if follow_up and topic.follow_ups:
             pair = self.grammar.follow_up(topic, rng, bound)
-            turns.append(Turn(rough(pair[0], rng), intent, pair[1]))
+            turns.append(Turn(rough(pair[0], rng), intent, pair[1], tuple(topic.follow_answers)))
         return turns
 
     def history(self) -> list[Turn]:
@@ -189,10 +191,19 @@ class Writer:
             last, weight = turns[-1].answer, ANSWER_WEIGHT
             if intent == "none" and rng.random() < 0.25:
                 system = None
+        return self.rendered(turns, system, last, weight)
+
+    def answered(self, specialist: str) -> list[Part]:
+        """One training sample of a specialist that is an adapter: its answer, without a system message."""
+        turns = self.history() + self.turns(specialist, self.rng.random() < 0.2, False)
+        return self.rendered(turns, None, turns[-1].answer, ANSWER_WEIGHT)
+
+    def rendered(self, turns: list[Turn], system: str | None, last: str, weight: float) -> list[Part]:
+        """Messages of a conversation with a last answer, and a system message mostly behind the requests."""
         parts = [Part("user", turns[0].request, USER_WEIGHT, turns[0].intent)]
         for before, turn in pairwise(turns):
             parts.append(Part("assistant", before.answer, HISTORY_WEIGHT))
             parts.append(Part("user", turn.request, USER_WEIGHT, turn.intent))
         if system is not None:
-            parts.insert(len(parts) if rng.random() < 0.82 else 0, Part("system", system, 0.0))
+            parts.insert(len(parts) if self.rng.random() < 0.82 else 0, Part("system", system, 0.0))
         return [*parts, Part("assistant", last, weight)]

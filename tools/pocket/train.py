@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lockstep.pocket import INTENTS, PERSONAS
-from tools.pocket.conversations import USER_WEIGHT, Writer
+from tools.pocket.conversations import USER_WEIGHT, Part, Writer
 from tools.pocket.export import read_back, read_tokenizer
 from tools.pocket.grammar import read_grammar
 from tools.pocket.model import Pocket, Shape
@@ -48,20 +49,23 @@ def texts(writer: Writer, count: int) -> Iterator[str]:
     yield from [*INTENTS, *PERSONAS.values()] * (count // 50)
 
 
-def batches(writer: Writer, renderer: Renderer, rng: Random) -> Iterator[Batch]:
-    """Endless (ids, weights, intents) of [rows, tokens], rows of similar length, padded on the right."""
+def batches(
+    draw: Callable[[], list[Part]], renderer: Renderer, rng: Random, most_tokens: int = BATCH_TOKENS
+) -> Iterator[Batch]:
+    """Endless (ids, weights, intents) of [rows, tokens] of drawn conversations, rows of similar length, padded on the
+    right, and of at most `most_tokens`."""
     while True:
         pool = []
         for _ in range(POOL):
             renderer.tokenizer.model.dropout = DROPOUT if rng.random() < DROPOUT_SHARE else None
-            row = renderer.render(writer.conversation())
+            row = renderer.render(draw())
             if len(row[0]) <= MAX_TOKENS:
                 pool.append(row)
         pool.sort(key=lambda row: len(row[0]))
         ready, rows = [], list[Row]()
         for row in pool:
             width = -(-len(row[0]) // ROUND_TO) * ROUND_TO
-            if rows and width * (len(rows) + 1) > BATCH_TOKENS:
+            if rows and width * (len(rows) + 1) > most_tokens:
                 ready.append(rows)
                 rows = []
             rows.append(row)
@@ -103,29 +107,34 @@ def optimisers(model: Pocket, probe: torch.nn.Linear, rate: float, bf16: bool) -
 
 
 def train(
-    model: Pocket, source: Iterator[Batch], budget: int, rate: float, bf16: bool, snapshot: Path
+    tools: list[torch.optim.Optimizer],
+    loss_of_batch: Callable[[Batch], Tensor],
+    source: Iterator[Batch],
+    budget: int,
+    rate: float,
+    bf16: bool,
+    save: Callable[[], None],
+    warmup_steps: int = WARMUP_STEPS,
 ) -> dict[str, float]:
-    """Train until the tokens are used up, with occasional snapshots; returns the steps and tokens."""
-    probe = torch.nn.Linear(model.shape.hidden, len(INTENTS))
-    tools = optimisers(model, probe, rate, bf16)
-    hidden = torch.compile(model.hidden, dynamic=True) if bf16 else model.hidden
+    """Train until the tokens are used up, with occasional calls of `save`; returns the steps and tokens."""
+    parameters = [p for tool in tools for group in tool.param_groups for p in group["params"]]
     started, tokens, steps, mean = time.monotonic(), 0, 0, 0.0
     while tokens < budget:
-        scale = min(1.0, (steps + 1) / WARMUP_STEPS) * (1 - tokens / budget)
+        scale = min(1.0, (steps + 1) / warmup_steps) * (1 - tokens / budget)
         for tool in tools:
             tool.param_groups[0]["lr"] = rate * scale
         batch = next(source)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = loss_of(model, probe, hidden, batch)
+            loss = loss_of_batch(batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for tool in tools:
             tool.step()
             tool.zero_grad(set_to_none=True)
         tokens, steps = tokens + batch[0].numel(), steps + 1
         mean = loss.item() if steps == 1 else 0.95 * mean + 0.05 * loss.item()
         if steps % 200 == 0:
-            torch.save(model.state_dict(), snapshot)
+            save()
         if steps % 50 == 0:
             gone = time.monotonic() - started
             print(
@@ -139,6 +148,11 @@ def train(
         "tokens": tokens,
         "loss": round(mean, 3),
     }
+
+
+def save_model(model: Pocket, folder: Path) -> None:
+    """Write the checkpoint."""
+    torch.save(model.state_dict(), folder / "model.pt")
 
 
 def main() -> None:
@@ -162,9 +176,13 @@ def main() -> None:
     tokenizer.save(str(options.out / "tokenizer.json"))
     renderer = Renderer(load_tokenizer(options.out / "tokenizer.json"))
     model = read_back(options.start, shape) if options.start else Pocket(shape)
-    source, budget = batches(writer, renderer, rng), int(options.tokens * 1e6)
-    done = train(model, source, budget, options.rate, not options.f32, options.out / "model.pt")
-    torch.save(model.state_dict(), options.out / "model.pt")
+    source, budget, bf16 = batches(writer.conversation, renderer, rng), int(options.tokens * 1e6), not options.f32
+    probe = torch.nn.Linear(shape.hidden, len(INTENTS))
+    hidden = torch.compile(model.hidden, dynamic=True) if bf16 else model.hidden
+    tools = optimisers(model, probe, options.rate, bf16)
+    loss, save = partial(loss_of, model, probe, hidden), partial(save_model, model, options.out)
+    done = train(tools, loss, source, budget, options.rate, bf16, save)
+    save()
     note = {"shape": asdict(shape), "seed": options.seed, **done}
     (options.out / "train.json").write_text(json.dumps(note, indent=1), encoding="utf-8")
 

@@ -22,6 +22,8 @@ from lockstep.artifacts.layout import expected_tensors, rotate_half_rows, split_
 from lockstep.artifacts.model import Adapter, AdapterTarget, Artifact, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import FLOAT_TYPES
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+from lockstep.pocket import SCHEME as EMBEDDED
+from lockstep.pocket import adapter_path
 
 _LAYERS = "model.layers."
 _TILED = ".linear_attn."
@@ -37,7 +39,7 @@ def open_adapter(
     """Open an adapter and check it against the model that it adapts.
 
     Args:
-        source: a PEFT directory, a GGUF file, or ``hf://org/name[@revision][#file]``.
+        source: a PEFT directory, a GGUF file, ``hf://org/name[@revision][#file]``, or ``pocket://NAME``.
         base: the model.
         cache_dir: directory of cached fingerprints; default: the user's cache directory.
         progress: called during the download of an adapter from the hub.
@@ -49,7 +51,7 @@ def open_adapter(
         UnsupportedArtifactError: the adapter is valid, but of an unsupported kind; the error names the setting.
     """
     hub = parse_hub_source(str(source)) if str(source).startswith(SCHEME) else None
-    path = Path(source).expanduser() if hub is None else _downloaded(hub, progress)
+    path = _local_path(source) if hub is None else _downloaded(hub, progress)
     files = _read(path)
     _check_base(files, base)
     targets = dict(_targets(files, base))
@@ -101,10 +103,14 @@ def merged(base: Artifact, adapter: Adapter) -> Artifact:
     )
 
 
-def _downloaded(source: HubSource, progress: DownloadProgress | None) -> Path:
-    from lockstep.artifacts.hub.download import adapter_path
+def _local_path(source: str | Path) -> Path:
+    return adapter_path(str(source)) if str(source).startswith(EMBEDDED) else Path(source).expanduser()
 
-    return adapter_path(source, progress or (lambda name, have, total: None))
+
+def _downloaded(source: HubSource, progress: DownloadProgress | None) -> Path:
+    from lockstep.artifacts.hub.download import adapter_path as downloaded_path
+
+    return downloaded_path(source, progress or (lambda name, have, total: None))
 
 
 def _default_cache_dir() -> Path:

@@ -23,6 +23,8 @@ from lockstep.engine.speculative_config import SpeculativeConfig
 from lockstep.errors import ArtifactError, ConfigError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.option_fields import OptionType, Range, option_types
+from lockstep.pocket import SCHEME as EMBEDDED
+from lockstep.pocket import adapter_path
 from lockstep.spelling import did_you_mean, listed, odd_character
 from lockstep.yaml_reading import INVALID, Reader, YamlNode, shown
 
@@ -281,12 +283,13 @@ def adapter(node: YamlNode) -> str:
 
 def check_adapter(value: str) -> None:
     """Raise ConfigError for a source that names no adapter; the error's text omits the subject."""
-    if not value or ("://" in value and not value.startswith("hf://")):
-        raise ConfigError(f"is {shown(value)}; an adapter is a PEFT directory, a GGUF file or hf://org/name")
-    check_source(value)
+    if not value or ("://" in value and not value.startswith(("hf://", EMBEDDED))):
+        known = "an adapter is a PEFT directory, a GGUF file, hf://org/name or pocket://NAME"
+        raise ConfigError(f"is {shown(value)}; {known}")
+    check_source(value, is_adapter=True)
 
 
-def check_source(value: str) -> None:
+def check_source(value: str, *, is_adapter: bool = False) -> None:
     """Raise ConfigError for a source that names no artifact; the error's text omits the subject."""
     from lockstep.artifacts.hub.source import parse_hub_source
 
@@ -307,6 +310,8 @@ def check_source(value: str) -> None:
     try:
         if scheme == "hf":
             parse_hub_source(model)
+        elif scheme == "pocket" and is_adapter:
+            adapter_path(model)
         elif scheme == "pocket" and rest:
             raise ConfigError(f"is {shown(value)}; the embedded model is called pocket://")
         elif scheme == "stub":

@@ -31,8 +31,8 @@ SOURCE_REFUSED = (
     "models in the directory of the server's manifest file, and what that file names (--allow-any-source: any source)"
 )
 ADAPTER_REFUSED = (
-    "requires an admin's key, or cannot be used; any key may name adapters in the directory of the server's manifest "
-    "file, and those that this file names (--allow-any-source: any adapter)"
+    "requires an admin's key, or cannot be used; any key may name pocket://NAME, adapters in the directory of the "
+    "server's manifest file, and those that this file names (--allow-any-source: any adapter)"
 )
 ADDRESS_REFUSED = (
     "is not a public address; other addresses require an admin's key or an entry in the server's manifest file "
@@ -141,8 +141,10 @@ class OperatorNames:
         return True
 
     def may_open_adapter(self, path: str) -> bool:
-        """True if any sender may open an adapter: the operator's manifests name it, or it is in the directory."""
-        return path in self._adapters or not self._opens_sources or self._in_folder(path) is not None
+        """True if any sender may open an adapter: the operator's manifests name it, or it is in the directory or in the
+        package."""
+        is_named = path in self._adapters or path.startswith(_POCKET)
+        return is_named or not self._opens_sources or self._in_folder(path) is not None
 
     def _in_folder(self, source: str) -> Path | None:
         """Real path of a source in the directory; None: it is elsewhere, by its name or because of symbolic links."""

@@ -1,4 +1,4 @@
-"""The embedded demo model: the path of its artifact, and the personas of its training.
+"""The embedded demo model: the paths of its artifact and its adapters, and the personas of its training.
 
 A persona is a system message that follows the conversation (`persona: suffix`), so that a router and its specialists
 share the conversation's prefix. This module does not load the model.
@@ -9,7 +9,11 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+from lockstep.errors import ArtifactNotFoundError
+from lockstep.spelling import did_you_mean, listed
+
 __all__ = [
+    "ADAPTERS",
     "BILLING_PERSONA",
     "DEMO_MESSAGES",
     "GENERAL_PERSONA",
@@ -17,10 +21,15 @@ __all__ = [
     "LEGAL_PERSONA",
     "PERSONAS",
     "ROUTER_PERSONA",
+    "SCHEME",
     "TECHNICAL_PERSONA",
+    "adapter_path",
     "demo_path",
     "pocket_path",
 ]
+
+SCHEME = "pocket://"
+"""Source of the embedded model; with a name behind it, the source of one of its adapters."""
 
 INTENTS = ("billing", "technical", "legal", "none")
 """Answers of the router persona; `none` is for requests that no specialist handles."""
@@ -44,6 +53,9 @@ PERSONAS = {
 }
 """System messages by role."""
 
+ADAPTERS = ("billing", "technical", "legal")
+"""Specialists that are LoRA adapters of the embedded model. They answer without a persona."""
+
 DEMO_MESSAGES = {
     "I was charged twice for my subscription last week": "billing",
     "My login page shows a 502 Bad Gateway error after the latest release": "technical",
@@ -54,10 +66,30 @@ DEMO_MESSAGES = {
 
 
 def demo_path() -> Path:
-    """Path of the manifest that `lockstep demo` serves."""
-    return Path(str(files("lockstep.pocket").joinpath("demo.yaml")))
+    """Path of the manifest that `lockstep demo` serves. In ``demo.yaml`` beside it, specialists are personas."""
+    return Path(str(files("lockstep.pocket").joinpath("demo-adapters.yaml")))
 
 
 def pocket_path() -> Path:
     """Path of the artifact, a GGUF file of at most 8 MB."""
     return Path(str(files("lockstep.pocket").joinpath("pocket.gguf")))
+
+
+def adapter_path(source: str) -> Path:
+    """Path of an embedded adapter, a GGUF file.
+
+    Args:
+        source: ``pocket://`` and the name of an adapter.
+
+    Raises:
+        ArtifactNotFoundError: there is no adapter of this name.
+    """
+    name = source.removeprefix(SCHEME)
+    if name not in ADAPTERS:
+        hint = did_you_mean(name, ADAPTERS)
+        raise ArtifactNotFoundError(
+            f"the embedded model has no adapter {name!r}; {hint}{' ' if hint else ''}"
+            f"its adapters are {listed([SCHEME + each for each in ADAPTERS])}",
+            path=source,
+        )
+    return Path(str(files("lockstep.pocket").joinpath("adapters", f"{name}.gguf")))
