@@ -149,7 +149,7 @@ def refuse(folder: Path) -> None:
         raise TraceError(str(found))
 
 
-@pytest.mark.parametrize("num_changes", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_changes", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_change_of_any_byte_is_detected(folder: Path, is_killed: bool, num_changes: int) -> None:
     """This includes the open files of a killed recorder: single bits of any of their bytes."""

@@ -84,7 +84,7 @@ def test_no_division_of_the_work_changes_a_bit(executor: EncoderExecutor, data: 
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_no_division_of_many_changes_a_bit(executor: EncoderExecutor, data: st.DataObject) -> None:
     check_division(executor, data)
