@@ -154,8 +154,7 @@ class BlockPool:
         assert not free & cached, "a block is both free and cached"
         assert not (free | cached) & held.keys(), "an available block is held"
         assert len(free) + len(held) + self.num_cached == self.num_blocks, "free + held + cached != total"
-        counted = {block: count for block, count in enumerate(self._refs) if count}
-        assert counted == held, "references do not add up"
+        assert {block: count for block, count in enumerate(self._refs) if count} == held, "references do not add up"
 
 
 def _take_first(cached: OrderedDict[int, None], most: int) -> tuple[int, ...]:

@@ -94,8 +94,6 @@ class PrefixCache:
     @property
     def blocks(self) -> Mapping[int, ContentKey]:
         """Published blocks, held or not, with their keys, in order of publishing. Each call creates a new mapping."""
-        if not self._further:
-            return {block: key for key, block in self._block_of.items()}
         return {block: key for key, first in self._block_of.items() for block in self._all(first)}
 
     @property
