@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy is imported: 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from lockstep.executors.machine import available_cores
 from tests.waiting import Gate
 from tools.slow_tests import KNOWN
 
@@ -69,6 +71,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"seconds by file ({listed}):")
         for name, taken_s in sorted(seconds.items(), key=lambda each: -each[1])[:NUM_LISTED_FILES]:
             terminalreporter.write_line(f"  {taken_s:6.1f}  {name}")
+
+
+def pytest_collection_finish() -> None:
+    """Twelve thousand collected tests stay to the end: no collection of garbage visits them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Extensions report what is never released."""
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def share_of_cores() -> Iterator[None]:
+    """Executors take the share of the cores that this process of several has, unless a test names a number of threads.
+
+    Threads of two processes on the same cores wait for each other, small models most of all. No bit depends on it.
+    """
+    share = max(1, available_cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.executors.native.executor.available_cores", lambda: share)
+        yield
 
 
 @pytest.fixture(autouse=True)

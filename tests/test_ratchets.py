@@ -30,9 +30,12 @@ SLACK, LEAST_SLACK = 0.05, 3
 """How much better than its ratchet a measure may be, as a part of it and in all."""
 
 
+CODEBASE = Codebase(ROOT)
+
+
 @cache
 def measured() -> Mapping[str, float]:
-    return ratchets_of(Codebase(ROOT))
+    return ratchets_of(CODEBASE)
 
 
 def worse(values: Mapping[str, float]) -> list[str]:
@@ -68,7 +71,7 @@ def test_ratchets_follow_what_has_become_better() -> None:
 def test_the_map_is_of_these_files() -> None:
     """`make map` writes it."""
     page = (ROOT / MAP_PAGE).read_text()
-    assert page == with_map(page, map_lines(Codebase(ROOT)))
+    assert page == with_map(page, map_lines(CODEBASE))
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_every_schedule_gives_each_request_the_tokens_of_a_run_alone(seed: int) 
     check_drive(random_config(rng), rng)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", [*range(75), *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(75, 150)]])
 def test_every_schedule_with_drafts_gives_each_request_the_tokens_of_a_run_alone(seed: int) -> None:
     """Right and wrong drafts, with forced tokens, preemption, failed steps, and windows."""
     print(f"seed {seed}")

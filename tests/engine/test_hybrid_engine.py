@@ -57,24 +57,26 @@ def test_batches_and_chunks_of_any_size_change_no_bit(
 def test_every_instruction_set_gives_the_same_bits(
     folder: Path, prompts: list[Ids], alone: dict[str, list[Answer]], name: str, isa: str
 ) -> None:
+    """Portable kernels, which take ten times as long, get all prompts but the longest."""
+    count = len(prompts) - (isa == "portable")
     with hybrid_engine(write_hybrid(folder, name), threads=1, isa=isa) as engine:
-        assert bits(answers(engine, [request(each) for each in prompts])) == bits(alone[name])
+        assert bits(answers(engine, [request(each) for each in prompts[:count]])) == bits(alone[name][:count])
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("num_host_blocks", [0, 200])
-def test_preemption_with_and_without_host_memory_changes_no_bit(folder: Path, name: str, num_host_blocks: int) -> None:
+def test_preemption_with_and_without_host_memory_changes_no_bit(folder: Path, name: str) -> None:
     generator = random.Random(5)
     requests = [request(text(generator, 100), 120) for _ in range(6)]
     path, limits = write_hybrid(folder, name), {"enable_prefix_caching": False}
     with hybrid_engine(path, limits) as engine:
         expected = [answers(engine, [each])[0] for each in requests]
-    few = {"num_blocks": NUM_FEW_BLOCKS[name], "num_host_blocks": num_host_blocks}
-    with hybrid_engine(path, {**limits, **few}) as engine:
-        found = answers(engine, requests)
-        assert bits(found) == bits(expected)
-        assert sum(each.num_preemptions for each in found) > 0
-        assert (engine.scheduler.stats().num_swapped_in_blocks > 0) == (num_host_blocks > 0)
+    for num_host_blocks in (0, 200):
+        few = {"num_blocks": NUM_FEW_BLOCKS[name], "num_host_blocks": num_host_blocks}
+        with hybrid_engine(path, {**limits, **few}) as engine:
+            found = answers(engine, requests)
+            assert bits(found) == bits(expected), num_host_blocks
+            assert sum(each.num_preemptions for each in found) > 0
+            assert (engine.scheduler.stats().num_swapped_in_blocks > 0) == (num_host_blocks > 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

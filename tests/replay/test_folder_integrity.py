@@ -149,8 +149,9 @@ def refuse(folder: Path) -> None:
         raise TraceError(str(found))
 
 
+@pytest.mark.parametrize("num_changes", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_change_of_any_byte_is_detected(folder: Path, is_killed: bool) -> None:
+def test_a_change_of_any_byte_is_detected(folder: Path, is_killed: bool, num_changes: int) -> None:
     """This includes the open files of a killed recorder: single bits of any of their bytes."""
     if is_killed:
         manifest = FolderManifest(folder)
@@ -165,7 +166,7 @@ def test_a_change_of_any_byte_is_detected(folder: Path, is_killed: bool) -> None
     draw = random.Random(seed)
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
-        for _ in range(3):
+        for _ in range(num_changes):
             at, bits = draw.randrange(len(data)), 1 << draw.randrange(8)
             flip(path, at, bits)
             print(f"{path.name}: byte {at} with bits {bits:#x}")

@@ -20,17 +20,10 @@ from tests.cluster.support import one_model
 from tests.server.process import ServerProcess
 from tests.server.support import NAME
 
-MAX_EXAMPLES = 12
-"""Of each operation."""
+MAX_EXAMPLES = {False: 6, True: 12}
+"""Drawn requests of each operation, without and with edge cases."""
 
 
-@settings(
-    max_examples=MAX_EXAMPLES,
-    database=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
 def check_operation(case: schemathesis.Case[Any], server: ServerProcess, session: requests.Session) -> None:
     """All of schemathesis' checks but one: a body may fit its schema and still ask for what no model can do.
 
@@ -60,8 +53,19 @@ def test_every_operation_conforms_to_the_openapi_document(
     schema.config.checks.not_a_server_error.expected_statuses = ["2xx", "3xx", "4xx", "504"]
     schema.config.phases.coverage.enabled = has_edge_cases
     load_all_checks()
+
+    @settings(
+        max_examples=MAX_EXAMPLES[has_edge_cases],
+        database=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def check(case: schemathesis.Case[Any], server: ServerProcess, session: requests.Session) -> None:
+        check_operation(case, server, session)
+
     num_operations = 0
-    for result in get_all_tests(schema=schema, test_func=check_operation, settings=None, given_kwargs=None):
+    for result in get_all_tests(schema=schema, test_func=check, settings=None, given_kwargs=None):
         assert isinstance(result, Ok), result
         operation, test = result.ok()
         num_operations += 1

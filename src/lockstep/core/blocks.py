@@ -154,8 +154,7 @@ class BlockPool:
         assert not free & cached, "a block is both free and cached"
         assert not (free | cached) & held.keys(), "an available block is held"
         assert len(free) + len(held) + self.num_cached == self.num_blocks, "free + held + cached != total"
-        for block in range(1, self.num_blocks + 1):
-            assert self._refs[block] == held.get(block, 0), f"block {block}: references do not add up"
+        assert {block: count for block, count in enumerate(self._refs) if count} == held, "references do not add up"
 
 
 def _take_first(cached: OrderedDict[int, None], most: int) -> tuple[int, ...]:

@@ -422,20 +422,21 @@ class KVCache:
         held: dict[int, int] = {}
         on_host: list[int] = []
         for seq in sequences:
-            assert len(set(self.held(seq))) == len(self.held(seq)), f"sequence {seq.seq_id} holds a block twice"
-            num_others = sum([len(own.held) for own in seq.others])
+            blocks = self.held(seq)
+            assert len(set(blocks)) == len(blocks), f"sequence {seq.seq_id} holds a block twice"
+            num_others = len(blocks) - len(seq.table)
             assert num_others <= self._config.other_blocks(seq.max_known), f"sequence {seq.seq_id} has too many blocks"
             capacity = (len(seq.table) + len(seq.host_table)) * self._block_size
             assert seq.num_computed <= capacity, f"sequence {seq.seq_id} has content without blocks"
             on_host.extend([*seq.host_table, *[block for own in seq.host_others for block in own.held]])
-            for block in self.held(seq):
+            for block in blocks:
                 held[block] = held.get(block, 0) + 1
         self.pool.check(held)
         self.host.check(on_host)
         self.prefix.check()
-        published = self.prefix.blocks
+        published = self.prefix.hashes
         for block in self.pool.free_order()[: self.pool.num_free]:
-            assert block not in published, f"free block {block} is still published"
+            assert published[block] is None, f"free block {block} is still published"
 
 
 def _renamed(own: GroupBlocks, names: Mapping[int, int]) -> GroupBlocks:

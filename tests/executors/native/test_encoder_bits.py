@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.artifacts.model import Artifact
@@ -60,14 +60,15 @@ def same(found: Sequence[Floats], expected: Sequence[Floats]) -> bool:
 def test_a_text_has_its_bits_alone_and_beside_others(
     artifacts: dict[str, Artifact], name: str, form: str, isa: str
 ) -> None:
+    """With several threads, too, for the fastest instruction set: the division of work is the same for all."""
     found = []
-    for threads in (1, 2):
+    for threads in (1, 2) if isa == USABLE[0] else (1,):
         with loaded_encoder(artifacts[name + form], isa=isa, threads=threads, kv_cache_precision="f16") as each:
             alone = [states_of(each, [ids])[0] for ids in TEXTS]
             assert same(states_of(each, TEXTS), alone)
             assert same(states_of(each, TEXTS[::-1])[::-1], alone)
             found.append(np.concatenate(alone))
-    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[-1])
 
 
 @pytest.mark.parametrize("name", list(encoder_cases()))
@@ -76,8 +77,20 @@ def test_every_machine_and_instruction_set_gives_the_digest_in_the_repository(na
     assert {isa: encoder_digest(name, tmp_path, isa) for isa in USABLE} == dict.fromkeys(USABLE, expected)
 
 
+@settings(max_examples=25)
 @given(data=st.data())
 def test_no_division_of_the_work_changes_a_bit(executor: EncoderExecutor, data: st.DataObject) -> None:
+    check_division(executor, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(data=st.data())
+def test_no_division_of_many_changes_a_bit(executor: EncoderExecutor, data: st.DataObject) -> None:
+    check_division(executor, data)
+
+
+def check_division(executor: EncoderExecutor, data: st.DataObject) -> None:
     """Steps of random chunks of several texts: a chunk may begin and end anywhere, also in different stages."""
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
     texts = [text(length) for length in lengths]

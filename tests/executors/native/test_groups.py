@@ -20,7 +20,7 @@ from lockstep.executors.native.forward import STORAGES, Forward
 from lockstep.executors.native.operations import Program
 from lockstep.executors.native.products import ThreadPool
 from lockstep.executors.step_inputs import WindowTables
-from tests.executors.native.loading import EACH_ISA, loaded
+from tests.executors.native.loading import EACH_ISA, loaded, threads_with
 from tests.executors.native.support import TINY, batch_of, config_of, random_artifact, regions_of, run
 from tests.executors.native.test_packs import library
 from tests.executors.native.test_program import program_of
@@ -82,8 +82,8 @@ def spoil_before(executor: NativeExecutor, table: tuple[int, ...], position: int
 @pytest.mark.parametrize("isa", EACH_ISA)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_blocks_behind_a_window_are_not_read(storage: str, isa: str) -> None:
-    tokens = tokens_of()
-    with loaded(random_artifact(TWO_WINDOWS, "Q8_0"), 20, kv_cache_precision=storage, isa=isa, threads=2) as executor:
+    tokens, artifact = tokens_of(), random_artifact(TWO_WINDOWS, "Q8_0")
+    with loaded(artifact, 20, kv_cache_precision=storage, isa=isa, threads=threads_with(isa)) as executor:
         expected = run(executor, (tokens, 0, TABLE), all_rows=True)
         assert np.array_equal(decoded(executor, tokens, TABLE), expected)
         assert np.array_equal(decoded(executor, tokens, TABLE, spoils=True), expected)

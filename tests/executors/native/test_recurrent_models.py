@@ -20,7 +20,7 @@ from lockstep.executors.fixed_plans import Regions
 from lockstep.executors.native.executor import NativeExecutor
 from lockstep.executors.native.packs import load_weights
 from tests.artifacts.hybrid_reference import hybrid_logits
-from tests.executors.native.loading import EACH_ISA, loaded
+from tests.executors.native.loading import USABLE, loaded
 from tests.executors.native.support import random_artifact, with_tensor
 from tests.executors.native.test_packs import library
 from tests.golden_hybrids import (
@@ -212,18 +212,16 @@ def test_chunks_and_decoded_tokens_have_the_bits_of_the_whole(
         start, other_start, state = end, other_end, after
 
 
-@pytest.mark.parametrize("isa", EACH_ISA)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_bits_depend_on_neither_threads_nor_the_instruction_set(artifact: Artifact, isa: str, threads: int) -> None:
+@pytest.mark.parametrize("encoding", ["F32", "Q8_0"])
+def test_bits_depend_on_neither_threads_nor_the_instruction_set(artifact: Artifact, encoding: str) -> None:
     tokens = random_tokens(artifact, 70)
-    packed = random_artifact(SHAPES[f"tiny-{artifact.config.architecture}"], "Q8_0")
-    for each in (artifact, packed):
-        with loaded(each, 8, 0, isa="portable", threads=1) as executor:
-            expected = whole(executor, tokens)
-            states = executor.read_blocks([NUM_COLUMNS + 1])
-        with loaded(each, 8, 0, isa=isa, threads=threads) as executor:
-            assert whole(executor, tokens).tobytes() == expected.tobytes()
-            assert np.array_equal(executor.read_blocks([NUM_COLUMNS + 1]), states)
+    same = random_artifact(SHAPES[f"tiny-{artifact.config.architecture}"], encoding)
+    seen = set()
+    for isa, threads in [(USABLE[0], 1), (USABLE[0], 3), *((isa, 2) for isa in USABLE[1:]), ("portable", 1)]:
+        with loaded(same, 8, 0, isa=isa, threads=threads) as executor:
+            logits = whole(executor, tokens)
+            seen.add((logits.tobytes(), executor.read_blocks([NUM_COLUMNS + 1]).tobytes()))
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

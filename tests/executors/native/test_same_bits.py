@@ -10,16 +10,18 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from lockstep.artifacts.model import QueryScaling
 from lockstep.executors.base import Logits
 from lockstep.executors.native.executor import NativeExecutor
 from lockstep.executors.probe import quick_probe, thorough_probe
-from tests.executors.native.loading import EACH_ISA, USABLE, loaded
+from tests.executors.native.loading import EACH_ISA, USABLE, loaded, threads_with
 from tests.executors.native.support import SMALL_LLAMA, TINY, Item, batch_of, random_artifact, run
 from tools.golden.native_digests import DIGESTS, cases, prompt_digest
 from tools.random_blocks import has_long_blocks
@@ -34,6 +36,9 @@ SHAPES = {
     "sinks and scaled queries": WITH_SINKS,
 }
 LENGTH = 150
+STORAGES = ("f16", "int8", "f32")
+PORTABLE_STORAGE = dict(zip(SHAPES, (*STORAGES, "f16"), strict=True))
+"""Storage with which portable kernels compute a shape by default: they take ten times as long as others."""
 STARTS = (0, 1, 13, 27, 31, 32, 60, 96, 119, 127, 128, 140)
 
 
@@ -55,15 +60,23 @@ def rows_in_chunks(executor: NativeExecutor, tokens: Sequence[int], chunks: Sequ
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("isa", EACH_ISA)
-@pytest.mark.parametrize("storage", ["f16", "int8", "f32"])
-@pytest.mark.parametrize("name", SHAPES)
+def shapes_and_storages() -> list[ParameterSet]:
+    """Every shape with every storage and instruction set; most of those that portable kernels compute are slow."""
+    found = []
+    for (name, storage), isa in product(product(SHAPES, STORAGES), EACH_ISA):
+        is_slow = isa.values == ("portable",) and storage != PORTABLE_STORAGE[name]
+        marks = [*isa.marks, pytest.mark.slow] if is_slow else isa.marks
+        found.append(pytest.param(name, storage, *isa.values, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "storage", "isa"), shapes_and_storages())
 def test_tokens_at_once_have_the_bits_of_tokens_one_by_one(name: str, storage: str, isa: str) -> None:
     shape = SHAPES[name]
     tokens, artifact = tokens_of(shape, LENGTH), random_artifact(shape, "Q8_0")
     if shape is WITH_SINKS:
         artifact = replace(artifact, config=replace(artifact.config, query_scaling=QueryScaling(0.5, 47)))
-    with loaded(artifact, 600, kv_cache_precision=storage, isa=isa, threads=2) as executor:
+    with loaded(artifact, 600, kv_cache_precision=storage, isa=isa, threads=threads_with(isa)) as executor:
         decoded = rows_in_chunks(executor, tokens, (1,) * LENGTH)
         for number, chunks in enumerate([(LENGTH,), (1, 149), (149, 1), (32, 1, 94, 1, 1, 21), (48, 49, 53), (97, 53)]):
             assert np.array_equal(rows_in_chunks(executor, tokens, chunks, 50 * (number + 1)), decoded), chunks
