@@ -16,7 +16,10 @@ from lockstep.errors import UsageError
 from lockstep.executors.options import ExecutorOptions
 
 SIZE_FLAGS = {"kv_cache_memory_bytes": "--kv-cache-memory-bytes", "host_kv_memory_bytes": "--swap-space-bytes"}
-MODEL_HELP = "A .gguf file, a Hugging Face directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
+MODEL_HELP = (
+    "A .gguf file, a Hugging Face directory, hf://org/name[@revision][#file], pocket:// or stub://NAME. "
+    "MODEL+lora=ADAPTER merges a LoRA adapter into its weights."
+)
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 POOL = OptionFlags(EngineOptions, {"max_model_len": Flag(), "kv_cache_memory_bytes": Flag()})
 EXECUTOR = OptionFlags(
