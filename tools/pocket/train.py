@@ -3,8 +3,9 @@
     PYTHONPATH=src python -m tools.pocket.train --data DIR --out build/pocket [--tokens 8] [--start FILE]
 
 Samples are always drawn anew, so there are no epochs. The learning rate falls linearly to zero over the given millions
-of tokens and does not depend on the clock, so the same seed gives the same samples at the same rates. A linear probe
-predicts the intent at the end of every request, so that answers and histories train the routing too; it is discarded.
+of tokens and does not depend on the clock, so the same seed gives the same conversations at the same rates. Runs differ
+in BPE dropout, which the tokenizer library draws without a seed. A linear probe predicts the intent at the end of every
+request, so that answers and histories train the routing too; it is discarded.
 `--start` continues from the weights and the vocabulary of a GGUF file from an earlier run.
 """
 

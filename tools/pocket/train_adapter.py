@@ -3,7 +3,8 @@
     PYTHONPATH=src python -m tools.pocket.train_adapter billing --data DIR [--tokens 0.4] [--to FILE]
 
 The conversations are those of pocket's own training, of one specialist only and without a system message. The loss is
-that of the answer. Float32 and AdamW on every processor; the same seed gives the same samples at the same rates.
+that of the answer. Float32 and AdamW on every processor. The same seed gives the same conversations at the same rates,
+but BPE dropout, which the tokenizer library draws without a seed, splits a fifth of them differently in each run.
 """
 
 from __future__ import annotations
