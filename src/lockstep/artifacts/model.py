@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.fingerprint import MappedFile
 from lockstep.artifacts.task import Pooling
 from lockstep.artifacts.task import Task as Task
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from lockstep.artifacts.fingerprint import MappedFile
 
 
 class Encoding(Enum):
