@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.artifacts.task import MERGE
 from lockstep.engine.loading import default_cache_dir, download_stage, load_model
 from lockstep.engine.options import Progress
 from lockstep.errors import ArtifactError, LockstepError
@@ -27,8 +28,8 @@ from lockstep.worker.wire import command_decoder, command_encoder, event_decoder
 
 COMMAND = (sys.executable, "-P", "-m", "lockstep.worker.preflight")
 TRUSTED = (STUB_SCHEME, "pocket://")
-"""Prefixes of sources that need no trial: a stub runs no native code, and the embedded model is tested with every
-release."""
+"""Prefixes of sources that need no trial unless an adapter is merged into them: a stub runs no native code, and the
+embedded model is tested with every release."""
 MAX_RECORDS = 4096
 """Maximum number of records, each an empty file. When it is reached, all are deleted."""
 _MAX_SHOWN_CHARS = 400
@@ -41,7 +42,8 @@ def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND
         ArtifactError: the trial crashed or exceeded its time limit.
         LockstepError: the error of the load.
     """
-    if not load.trial.enabled or load.source.startswith(TRUSTED):
+    is_trusted = load.source.startswith(TRUSTED) and MERGE not in load.source
+    if not load.trial.enabled or is_trusted:
         return
     record = _record(load, progress)
     if load.trial.is_forced:
