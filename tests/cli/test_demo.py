@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from lockstep.cli.demo import judged_times
-from lockstep.cluster.backend import POCKET, Backend, served_by
+from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.manifest import Persona
 from lockstep.cluster.manifest_file import parse
 from lockstep.pocket import ADAPTERS, DEMO_MESSAGES, SCHEME, demo_path
@@ -25,7 +25,7 @@ PERSONAS_PATH = demo_path().with_name("demo.yaml")
 
 def test_the_manifest_of_personas_writes_down_those_that_pocket_was_trained_to_take() -> None:
     manifest = parse(PERSONAS_PATH.read_text())
-    assert {entry.source for entry in manifest.entries} == {POCKET}
+    assert {entry.source for entry in manifest.entries} == {SCHEME}
     bare = dataclasses.replace(
         manifest, entries=tuple(dataclasses.replace(entry, system_prompt=None) for entry in manifest.entries)
     )
