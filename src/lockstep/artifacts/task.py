@@ -1,4 +1,4 @@
-"""Tasks, poolings and adapters of models: values without imports, because every page of help needs them."""
+"""Tasks, poolings and merged adapters of models: values without imports, because every page of help needs them."""
 
 from __future__ import annotations
 

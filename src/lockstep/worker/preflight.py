@@ -20,6 +20,7 @@ from lockstep.engine.loading import default_cache_dir, download_stage, load_mode
 from lockstep.engine.options import Progress
 from lockstep.errors import ArtifactError, LockstepError
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
+from lockstep.pocket import SCHEME as EMBEDDED
 from lockstep.system import SYSTEM, System
 from lockstep.version import __version__
 from lockstep.worker.messages import Load, LoadFailed
@@ -27,7 +28,7 @@ from lockstep.worker.parent_death import die_with_parent, signal_name
 from lockstep.worker.wire import command_decoder, command_encoder, event_decoder, event_encoder
 
 COMMAND = (sys.executable, "-P", "-m", "lockstep.worker.preflight")
-TRUSTED = (STUB_SCHEME, "pocket://")
+TRUSTED = (STUB_SCHEME, EMBEDDED)
 """Prefixes of sources that need no trial unless an adapter is merged into them: a stub runs no native code, and the
 embedded model is tested with every release."""
 MAX_RECORDS = 4096
