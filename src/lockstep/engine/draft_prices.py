@@ -58,12 +58,7 @@ def speculator_for(
         return None
     drafts = SpeculativeConfig.parse(text)
     speculator = Speculator(drafts, measured_prices(model.executor, config, now_s))
-    log.info(
-        "%s: speculative decoding with method %s and up to %d drafts of a sequence in a step",
-        model.name,
-        drafts.method,
-        drafts.num_speculative_tokens,
-    )
+    log.info("%s: speculative decoding (%s, up to %d drafts)", model.name, drafts.method, drafts.num_speculative_tokens)
     return speculator
 
 

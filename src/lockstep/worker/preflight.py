@@ -43,8 +43,7 @@ def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND
         ArtifactError: the trial crashed or exceeded its time limit.
         LockstepError: the error of the load.
     """
-    is_trusted = load.source.startswith(TRUSTED) and MERGE not in load.source
-    if not load.trial.enabled or is_trusted:
+    if not load.trial.enabled or (load.source.startswith(TRUSTED) and MERGE not in load.source):
         return
     record = _record(load, progress)
     if load.trial.is_forced:
