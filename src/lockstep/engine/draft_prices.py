@@ -57,9 +57,8 @@ def speculator_for(
         log.warning("%s: speculative_config has no effect, because %s", model.name, reason)
         return None
     drafts = SpeculativeConfig.parse(text)
-    speculator = Speculator(drafts, measured_prices(model.executor, config, now_s))
     log.info("%s: speculative decoding (%s, up to %d drafts)", model.name, drafts.method, drafts.num_speculative_tokens)
-    return speculator
+    return Speculator(drafts, measured_prices(model.executor, config, now_s))
 
 
 def measured_prices(executor: Executor, config: SchedulerConfig, now_s: Callable[[], float] = SYSTEM.now_s) -> Prices:
