@@ -26,6 +26,8 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".
 POCKET = Path("src", "lockstep", "pocket", "pocket.gguf")
 NOISE = 0.2
 """Noise relative to each matrix's standard deviation: sampled answers differ from their first or second token on."""
+OF_THE_WEIGHTS = ("tests/test_pocket.py::test_the_evaluation_of_the_model_card_is_reproducible",)
+"""Tests of figures that belong to the weights in the package; they are left out."""
 
 
 def perturb(path: Path, seed: int, noise: float = NOISE) -> None:
@@ -52,7 +54,7 @@ def main() -> int:
         shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
         perturb(copy / POCKET, options.seed)
         path = os.pathsep.join(filter(None, (str(copy / "src"), os.environ.get("PYTHONPATH"))))
-        command = [sys.executable, "-m", "pytest", *arguments]
+        command = [sys.executable, "-m", "pytest", *(f"--deselect={each}" for each in OF_THE_WEIGHTS), *arguments]
         return subprocess.run(command, cwd=copy, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
 
 

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from lockstep.cli.demo import judged_times
-from lockstep.cluster.backend import POCKET, Backend, served_by
+from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.manifest import Persona
 from lockstep.cluster.manifest_file import parse
 from lockstep.pocket import ADAPTERS, DEMO_MESSAGES, SCHEME, demo_path
@@ -25,7 +25,7 @@ PERSONAS_PATH = demo_path().with_name("demo.yaml")
 
 def test_the_manifest_of_personas_writes_down_those_that_pocket_was_trained_to_take() -> None:
     manifest = parse(PERSONAS_PATH.read_text())
-    assert {entry.source for entry in manifest.entries} == {POCKET}
+    assert {entry.source for entry in manifest.entries} == {SCHEME}
     bare = dataclasses.replace(
         manifest, entries=tuple(dataclasses.replace(entry, system_prompt=None) for entry in manifest.entries)
     )
@@ -44,25 +44,25 @@ def test_its_manifest_has_adapters_where_the_other_one_has_personas() -> None:
 
 
 def test_its_manifest_serves_all_models_on_one_base() -> None:
-    """A routed message gets the answer of the specialist's adapter; other adapters have other answers."""
+    """A routed message gets the answer of the model that the router chose; each model has answers of its own."""
     messages = [text for text, intent in DEMO_MESSAGES.items() if intent in ADAPTERS]
     with serve("--manifest", str(demo_path()), *IN_THREAD) as server, server.client() as client:
 
-        def answers(model: str | None) -> list[str]:
+        def answers(model: str | None) -> list[tuple[str, str]]:
             bodies = [
                 {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 64, "temperature": 0}
                 for text in messages
             ]
             sent = [client.post("/v1/chat/completions", json=body).json() for body in bodies]
-            return [answer["choices"][0]["message"]["content"] for answer in sent]
+            return [(answer["model"], answer["choices"][0]["message"]["content"]) for answer in sent]
 
         parents = {model["id"]: model["parent"] for model in client.get("/v1/models").json()["data"]}
         replicas = client.get("/v1/cluster").json()["replicas"]
-        routed, named = answers(None), {name: answers(name) for name in ADAPTERS}
+        routed, named = answers(None), {name: answers(name) for name in (*ADAPTERS, "fallback")}
     assert {name: parents[name] for name in ADAPTERS} == dict.fromkeys(ADAPTERS, "router")
     assert [len(replica["models"]) for replica in replicas] == [5]
-    assert routed == [named[name][index] for index, name in enumerate(ADAPTERS)]
-    assert len(set(map(tuple, named.values()))) == len(ADAPTERS)
+    assert routed == [named[model][index] for index, (model, _) in enumerate(routed)]
+    assert len({tuple(text for _, text in each) for each in named.values()}) == len(named)
 
 
 def test_keep_leaves_the_server_up_until_an_interrupt() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.request import FinishReason
-from lockstep.engine.adapters import MAX_ADAPTERS, EngineAdapters, start_of
+from lockstep.engine.adapters import MAX_NAMES, EngineAdapters, start_of
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import AdapterUse
@@ -146,7 +146,7 @@ def test_encoders_have_no_adapters(tmp_path: Path) -> None:
 def test_the_number_of_names_is_bounded(make: OpenEngine, tmp_path: Path) -> None:
     engine = make(1)
     adapter = engine.adapters.find("a0")
-    for index in range(MAX_ADAPTERS - 1):
+    for index in range(MAX_NAMES - 1):
         engine.load_adapter(replace(adapter, name=f"more-{index}"))
     with pytest.raises(UsageError, match="unload one first"):
         engine.load_adapter(replace(adapter, name="one-more"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,13 +93,16 @@ def test_limits_of_a_step_and_of_a_sequence_limit_the_rows(pocket: Pocket, limit
 
 def test_a_stub_has_flat_prices_and_other_models_none_without_the_option(caplog: pytest.LogCaptureFixture) -> None:
     model, config = load_model("stub://alpha")
+    caplog.set_level(logging.INFO)
     assert speculator_for(model, config, None) is None
+    assert not caplog.records
     speculator = speculator_for(model, config, SUFFIX)
     assert speculator is not None
+    assert caplog.records[-1].args == (model.name, "suffix", 16)
     assert speculator.prices == FLAT_PRICES
     groups = (KVGroup(), KVGroup(1, is_state=True, snapshot_interval=config.block_size))
     assert speculator_for(model, replace(config, groups=groups), SUFFIX) is None
-    assert "recurrent" in caplog.text
+    assert "speculative_config has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("num_blocks", [8, 40])

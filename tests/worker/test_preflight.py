@@ -79,6 +79,8 @@ def test_trusted_sources_and_disabled_trials_are_not_tried(load: Callable[..., L
     crash = python("import os; os.abort()")
     for exempt in (load("stub://x"), load("pocket://"), load(trial=TrialOptions(enabled=False))):
         try_unknown(exempt, lambda stage, fraction: None, crash)
+    with pytest.raises(ArtifactError, match="SIGABRT"):
+        try_unknown(load("pocket://+lora=pocket://legal"), lambda stage, fraction: None, crash)
 
 
 def test_a_real_trial_loads_a_real_model(load: Callable[..., Load], tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def read_huggingface_gemma4(declared: Metadata, architecture: Architecture, num_
         max_model_len=declared.integer("max_position_embeddings"),
         rms_norm_eps=declared.real("rms_norm_eps", architecture.rms_norm_eps),
         rope_theta=theta,
-        rope_scaling=turning_part(share, full_head_dim),
+        rope_scaling=proportional_scaling(share, full_head_dim),
         local_rope_theta=_local_theta(rope.section(_SLIDING), architecture),
         tied_embeddings=declared.flag("tie_word_embeddings", architecture.tied_embeddings),
         windows=tuple(window if kind == _SLIDING else 0 for kind in kinds),
@@ -280,7 +280,7 @@ def _local_theta(rope: Metadata, architecture: Architecture) -> float:
     return rope.real("rope_theta", architecture.local_rope_theta)
 
 
-def turning_part(share: float, head_dim: int) -> RopeScaling | None:
+def proportional_scaling(share: float, head_dim: int) -> RopeScaling | None:
     """Divisors of the frequencies, so that only the first pairs of dimensions turn."""
     if share == 1.0 or not 2 <= head_dim <= _MAX_SIZE:  # the latter is refused with the other sizes
         return None

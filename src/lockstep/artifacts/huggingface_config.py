@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.encoders import BERT_LIKE, read_huggingface_encoder
-from lockstep.artifacts.gemma4 import read_huggingface_gemma4, rotated_share, turning_part
+from lockstep.artifacts.gemma4 import proportional_scaling, read_huggingface_gemma4, rotated_share
 from lockstep.artifacts.hybrids import layer_kinds, read_huggingface_mixers, renamed_lfm2, with_lfm3_defaults
 from lockstep.artifacts.layout import check_num_layers
 from lockstep.artifacts.metadata import Metadata
@@ -389,7 +389,7 @@ def _scaling(
         known = ", ".join(KNOWN_TYPES)
         raise rope.unsupported(f"rope type {kind!r}; supported: {known}")
     if kind == "proportional":
-        return turning_part(rotated_share(rope)[0], rotary_dim), context
+        return proportional_scaling(rotated_share(rope)[0], rotary_dim), context
     if trained <= 0:
         raise rope.corrupt(f"original_max_position_embeddings is {trained}; a positive number is expected")
     if kind == "llama3":

@@ -13,9 +13,9 @@ from lockstep.artifacts.huggingface import open_huggingface
 from lockstep.artifacts.model import ADAPTER_AS_MODEL, Artifact
 from lockstep.artifacts.task import MERGE
 from lockstep.errors import ArtifactNotFoundError
+from lockstep.pocket import SCHEME as EMBEDDED
 from lockstep.spelling import nearest
 
-_POCKET = "pocket://"
 _MAX_LISTED = 8
 _EXPECTED = (
     "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json), hf://org/name or "
@@ -91,8 +91,8 @@ def _open_hub(named: HubSource, source: str, cache_dir: Path, progress: Download
 
 
 def _open_pocket(source: str, cache_dir: Path) -> Artifact:
-    if source != _POCKET:
-        raise ArtifactNotFoundError(f"the embedded model is called {_POCKET}", path=source)
+    if source != EMBEDDED:
+        raise ArtifactNotFoundError(f"the embedded model is called {EMBEDDED}", path=source)
     from lockstep.pocket import pocket_path
 
     embedded = pocket_path()

@@ -9,6 +9,8 @@ Task = Literal["generate", "embed", "rerank"]
 TASKS: tuple[Task, ...] = get_args(Task)
 MERGE = "+lora="
 """Separates a model from the LoRA adapter that its load merges into its weights, in a source."""
+ADAPTER_FORMS = "a PEFT directory, a GGUF file, hf://org/name or pocket://NAME"
+"""Sources of adapters, for errors."""
 Pooling = Literal["mean", "last", "cls"]
 """Hidden states that become the vector: the mean of all tokens, the last token, or the first one."""
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)

@@ -59,14 +59,15 @@ def read_standard_input() -> Manifest:
 
 def backend_of(name: str | None) -> Backend | OneModel:
     """Backend of the value of --backend; UsageError, with the valid values, if there is none."""
-    from lockstep.cluster.backend import POCKET, Backend, OneModel
+    from lockstep.cluster.backend import Backend, OneModel
     from lockstep.cluster.manifest_keys import check_source
+    from lockstep.pocket import SCHEME as EMBEDDED
     from lockstep.spelling import did_you_mean
 
     names = [each.value for each in Backend]
     if name is None or name in names:
         return Backend(name or "auto")
-    if name == POCKET:
+    if name == EMBEDDED:
         return Backend.POCKET
     try:
         check_source(name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec import to_builtins
 
+from lockstep.artifacts.task import ADAPTER_FORMS
 from lockstep.cli import options as flags
 from lockstep.cli.conversation import (
     ANY_VOCABULARY,
@@ -138,7 +139,7 @@ class RunFlags:
     raw: Annotated[bool, SWITCH] = False
     """Complete the prompt without the chat template."""
     lora: Annotated[str | None, Flag(metavar="PATH")] = None
-    """LoRA adapter of the model: a PEFT directory, a GGUF file or hf://org/name."""
+    """LoRA adapter of the model: a PEFT directory, a GGUF file, hf://org/name or pocket://NAME."""
     vectors: VectorFlags = field(default_factory=VectorFlags)
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     constraint: ConstraintFlags = field(default_factory=ConstraintFlags)
@@ -207,7 +208,7 @@ def _with_adapter(model: str, options: LoadOptions, path: str | None) -> LoadOpt
     from lockstep.engine.loading import open_adapters, with_room_for
 
     if not path.strip():
-        raise UsageError("--lora is empty; it must be a PEFT directory, a GGUF file or hf://org/name")
+        raise UsageError(f"--lora is empty; it must be {ADAPTER_FORMS}")
     source = AdapterSource(path, path)
     return with_room_for(replace(options, adapters=(source,)), open_adapters(model, (source,), options.cache_dir))
 

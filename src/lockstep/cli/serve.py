@@ -200,17 +200,17 @@ def engine_options(given: EngineOptions, order: Order = "fcfs") -> EngineOptions
 
 def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -> tuple[Cluster, ManifestReload | None]:
     """Make the cluster behind the server, and the reload of its manifest if it has one."""
-    from lockstep.cluster.backend import POCKET
     from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.manifest import Manifest, names_of_source
     from lockstep.cluster.state import ClusterOptions
+    from lockstep.pocket import SCHEME as EMBEDDED
     from lockstep.server.reload import ManifestReload, stamp_of
 
     load, kv = given.load(), kv_options(given.worker)
     model, model_flags, cluster_flags = given.model, given.model_flags, given.cluster
     _check_together(model, model_flags, cluster_flags)
     names = model_flags.served_model_name or ((DEMO_NAME,) if model is None else names_of_source(model))
-    bases = tuple(dict.fromkeys((*names, *names_of_source(model or POCKET))))
+    bases = tuple(dict.fromkeys((*names, *names_of_source(model or EMBEDDED))))
     adapters = {each.name: each.path for each in adapters_of(given.adapters.lora_modules, bases)}
     if adapters and cluster_flags.manifest is not None:
         raise UsageError("--lora-modules does not apply to --manifest; set `adapter:` for models in the manifest")
@@ -229,7 +229,7 @@ def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -
             raise UsageError(f"--lora-modules names {taken[0]!r}, which is the model's own name; choose another")
         if adapters:  # before any file is read, so that the flag holds for adapters that are loaded later
             options = replace(options, load=replace(load, engine=replace(load.engine, enable_lora=True)))
-        manifest = Manifest.of_model(model or POCKET, names, template, adapters)
+        manifest = Manifest.of_model(model or EMBEDDED, names, template, adapters)
         return Cluster(manifest, options, progress=progress), None
     seen = stamp_of(cluster_flags.manifest)  # before the file is read: later changes of it are reloaded
     manifest = read_manifest(cluster_flags.manifest)

@@ -12,8 +12,7 @@ from lockstep.cluster.recorded import RecordedBackend
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.executors.stub import StubOptions
 from lockstep.pocket import GENERAL_PERSONA, PERSONAS, ROUTER_PERSONA
-
-POCKET = "pocket://"
+from lockstep.pocket import SCHEME as EMBEDDED
 
 
 class Backend(StrEnum):
@@ -88,7 +87,7 @@ def _pocket(manifest: Manifest, entry: ModelEntry) -> ModelEntry:
     """Replace an entry by the embedded model. A persona of the manifest is kept; the embedded personas were trained to
     follow the conversation."""
     if entry.system_prompt is not None:
-        return replace(entry, source=POCKET)
+        return replace(entry, source=EMBEDDED)
     is_router = manifest.routing is not None and manifest.routing.entry == entry.id
     words = ROUTER_PERSONA if is_router else PERSONAS.get(entry.id, GENERAL_PERSONA)
-    return replace(entry, source=POCKET, system_prompt=words, persona=Persona.SUFFIX)
+    return replace(entry, source=EMBEDDED, system_prompt=words, persona=Persona.SUFFIX)

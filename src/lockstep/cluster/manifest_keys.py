@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.artifacts.task import MERGE, TASKS
+from lockstep.artifacts.task import ADAPTER_FORMS, MERGE, TASKS
 from lockstep.cluster.manifest import PRIORITIES, Persona, Remote, Tier
 from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size, size_text
 from lockstep.engine.options import EngineOptions, check_limits
@@ -284,13 +284,16 @@ def adapter(node: YamlNode) -> str:
 def check_adapter(value: str) -> None:
     """Raise ConfigError for a source that names no adapter; the error's text omits the subject."""
     if not value or ("://" in value and not value.startswith(("hf://", EMBEDDED))):
-        known = "an adapter is a PEFT directory, a GGUF file, hf://org/name or pocket://NAME"
-        raise ConfigError(f"is {shown(value)}; {known}")
+        raise ConfigError(f"is {shown(value)}; an adapter is {ADAPTER_FORMS}")
     check_source(value, is_adapter=True)
 
 
 def check_source(value: str, *, is_adapter: bool = False) -> None:
-    """Raise ConfigError for a source that names no artifact; the error's text omits the subject."""
+    """Raise ConfigError for a source that names no artifact; the error's text omits the subject.
+
+    Args:
+        is_adapter: whether it is the source of an adapter, which may be embedded and is never merged into another one.
+    """
     from lockstep.artifacts.hub.source import parse_hub_source
 
     model, *adapters = value.split(MERGE)

@@ -24,6 +24,7 @@ from lockstep.cluster.remote_exchange import is_plainly_private
 from lockstep.errors import ArtifactError, ExecutorError, ManifestError, Problem
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.executors.stub import StubOptions
+from lockstep.pocket import SCHEME as EMBEDDED
 from lockstep.yaml_reading import Reading
 
 SOURCE_REFUSED = (
@@ -51,7 +52,6 @@ _CONNECTION_FIELDS: Mapping[str, str] = {
     "allows_plain": "allow_plain",
 }
 """Fields of `Hosts` that only the operator's file may set, and their keys."""
-_POCKET = "pocket://"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class OperatorNames:
             return self.may_open(base) and all(map(self.may_open_adapter, adapters))
         if source.startswith(STUB):  # a stub may name a file of answers
             return not StubOptions.parse(source).answers
-        if not self._opens_sources or source.startswith(_POCKET):
+        if not self._opens_sources or source.startswith(EMBEDDED):
             return True
         path = self._in_folder(source)
         if path is None:
@@ -143,7 +143,7 @@ class OperatorNames:
     def may_open_adapter(self, path: str) -> bool:
         """True if any sender may open an adapter: the operator's manifests name it, or it is in the directory or in the
         package."""
-        is_named = path in self._adapters or path.startswith(_POCKET)
+        is_named = path in self._adapters or path.startswith(EMBEDDED)
         return is_named or not self._opens_sources or self._in_folder(path) is not None
 
     def _in_folder(self, source: str) -> Path | None:

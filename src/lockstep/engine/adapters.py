@@ -21,7 +21,7 @@ from lockstep.errors import InvalidParameterError, QueueFullError, UsageError
 from lockstep.executors.base import AdapterHost
 from lockstep.spelling import did_you_mean, listed
 
-MAX_ADAPTERS = 1024
+MAX_NAMES = 1024
 """Maximum number of names of one engine's adapters."""
 OpenAdapter = Callable[[str, str], Adapter]
 """Opens an adapter of a model under a name, from a path; ArtifactError: it cannot be used with this model."""
@@ -96,7 +96,7 @@ class EngineAdapters:
         """Fingerprint of the loaded adapter that takes no more requests, so that its slot becomes free; None: none."""
         self._has_changed = False
         """True if a waiting request may get its slot now, or an unused adapter be unloaded."""
-        self._called: LiveRequest | None = None
+        self._yielded: LiveRequest | None = None
         """The waiting request that `ready` has just yielded."""
         self.num_open = 0
         """Number of requests that compute with an adapter."""
@@ -141,8 +141,8 @@ class EngineAdapters:
             raise UsageError("this model was loaded without adapters; start the server with --enable-lora")
         self._support.check(adapter)
         with self._lock:
-            if adapter.name not in self._by_name and len(self._by_name) >= MAX_ADAPTERS:
-                raise UsageError(f"there are {MAX_ADAPTERS} adapters already; unload one first")
+            if adapter.name not in self._by_name and len(self._by_name) >= MAX_NAMES:
+                raise UsageError(f"there are {MAX_NAMES} adapters already; unload one first")
             self._by_name = {**self._by_name, adapter.name: adapter}
             self._has_changed = True
 
@@ -179,7 +179,7 @@ class EngineAdapters:
         """
         if live.adapter is None or live.adapter_start is None:
             return True
-        is_first = live is self._called or not self._waiting or live.adapter.fingerprint in self._loaded
+        is_first = live is self._yielded or not self._waiting or live.adapter.fingerprint in self._loaded
         slot = self._take_slot(live.adapter) if is_first else None
         if slot is None:
             if len(self._waiting) >= self._max_waiting:
@@ -203,9 +203,9 @@ class EngineAdapters:
             live = self._waiting.popleft()
             assert live.adapter is not None, "a request without an adapter never waits"
             if self._has_room(live.adapter.fingerprint):
-                self._called = live
+                self._yielded = live
                 yield live
-                self._called = None
+                self._yielded = None
             else:
                 self._waiting.append(live)
         self._choose_closing()

@@ -33,9 +33,9 @@ NUM_CONTEXT_TOKENS = 32
 """Number of positions before the rows of other steps."""
 NUM_LONG_CONTEXT_TOKENS = 512
 """Number of positions before the row that measures the price of a context."""
-MIN_STEP_OF_CONTEXT = 4
-"""A long context makes a step longer by at most one part in this many. More is a disturbance, which would make drafts
-look cheap."""
+MAX_CONTEXT_SHARE = 0.25
+"""Maximum price of a long context, as a share of the duration of a step with a short one. A higher measurement is a
+disturbance, which would make drafts look cheap."""
 NUM_RUNS = 4
 """Rounds with a step of each number of rows. The shortest one counts, since disturbances only lengthen them."""
 MAX_MEASURING_S = 5.0
@@ -53,9 +53,12 @@ def speculator_for(
     if text is None or model.task != "generate":
         return None
     if not config.allows_drafts:
-        log.warning("%s has recurrent layers, whose states cannot take tokens back, so it gets no drafts", model.name)
+        reason = "states of recurrent layers cannot take tokens back"
+        log.warning("%s: speculative_config has no effect, because %s", model.name, reason)
         return None
-    return Speculator(SpeculativeConfig.parse(text), measured_prices(model.executor, config, now_s))
+    drafts = SpeculativeConfig.parse(text)
+    log.info("%s: speculative decoding (%s, up to %d drafts)", model.name, drafts.method, drafts.num_speculative_tokens)
+    return Speculator(drafts, measured_prices(model.executor, config, now_s))
 
 
 def measured_prices(executor: Executor, config: SchedulerConfig, now_s: Callable[[], float] = SYSTEM.now_s) -> Prices:
@@ -93,7 +96,7 @@ def measured_prices(executor: Executor, config: SchedulerConfig, now_s: Callable
         start_s = now_s()
         _run(executor, scheduler, 0)
         long_s = min(long_s, now_s() - start_s)
-    longer_s = min(max(0.0, long_s - shortest[1]), shortest[1] / MIN_STEP_OF_CONTEXT)
+    longer_s = min(max(0.0, long_s - shortest[1]), shortest[1] * MAX_CONTEXT_SHARE)
     return Prices(tuple(steps), round(longer_s * 1e9) // (num_long - num_short))
 
 

@@ -81,7 +81,7 @@ class EngineOptions(SchedulerLimits):
 
     speculative_config: str | None = None
     """Speculative decoding without a second model, as JSON: {"method": "suffix" or "ngram",
-    "num_speculative_tokens": 5, "prompt_lookup_max": 4}; changes no answer; None: no drafts."""
+    "num_speculative_tokens": 16, "prompt_lookup_max": 4}; changes no answer; None: no drafts."""
 
     def __post_init__(self) -> None:
         check_options(self)

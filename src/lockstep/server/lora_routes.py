@@ -41,7 +41,7 @@ class LoadLoraBody(Body):
     lora_name: NonEmptyText
     """Name of the new model."""
     lora_path: NonEmptyText
-    """PEFT directory or GGUF file on the server's machine, or `hf://org/name`."""
+    """PEFT directory or GGUF file on the server's machine, `hf://org/name` or `pocket://NAME`."""
     base_model_name: Text | None = None
     """Name of a model to whose weights the adapter belongs. Default: the only one that accepts adapters."""
     load_inplace: bool | None = None

@@ -15,10 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.artifacts.task import MERGE
 from lockstep.engine.loading import default_cache_dir, download_stage, load_model
 from lockstep.engine.options import Progress
 from lockstep.errors import ArtifactError, LockstepError
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
+from lockstep.pocket import SCHEME as EMBEDDED
 from lockstep.system import SYSTEM, System
 from lockstep.version import __version__
 from lockstep.worker.messages import Load, LoadFailed
@@ -26,9 +28,9 @@ from lockstep.worker.parent_death import die_with_parent, signal_name
 from lockstep.worker.wire import command_decoder, command_encoder, event_decoder, event_encoder
 
 COMMAND = (sys.executable, "-P", "-m", "lockstep.worker.preflight")
-TRUSTED = (STUB_SCHEME, "pocket://")
-"""Prefixes of sources that need no trial: a stub runs no native code, and the embedded model is tested with every
-release."""
+TRUSTED = (STUB_SCHEME, EMBEDDED)
+"""Prefixes of sources that need no trial unless an adapter is merged into them: a stub runs no native code, and the
+embedded model is tested with every release."""
 MAX_RECORDS = 4096
 """Maximum number of records, each an empty file. When it is reached, all are deleted."""
 _MAX_SHOWN_CHARS = 400
@@ -41,7 +43,7 @@ def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND
         ArtifactError: the trial crashed or exceeded its time limit.
         LockstepError: the error of the load.
     """
-    if not load.trial.enabled or load.source.startswith(TRUSTED):
+    if not load.trial.enabled or (load.source.startswith(TRUSTED) and MERGE not in load.source):
         return
     record = _record(load, progress)
     if load.trial.is_forced:
