@@ -203,11 +203,10 @@ class Bench:
             engine.submit(_request(case, label if earlier else f"{label} {number}"))
             for number, case in enumerate(cases)
         ]
-        num_before = 0
-        while num_before < len(cases):
+        engine.step()
+        while any(generation.num_output == 0 for generation in engine._requests.generations.values()):
             engine.step()
-            num_before = sum(generation.num_output > 0 for generation in engine._requests.generations.values())
-        done = sum(generation.num_output for generation in engine._requests.generations.values())
+        done = engine.metrics().counters["generation_tokens"] - counters_before["generation_tokens"]
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         engine.run_until_idle()
         elapsed_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
