@@ -6,7 +6,6 @@ share the conversation's prefix. This module does not load the model.
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 
 from lockstep.errors import ArtifactNotFoundError
@@ -27,6 +26,8 @@ __all__ = [
     "demo_path",
     "pocket_path",
 ]
+
+_FOLDER = Path(__file__).parent
 
 SCHEME = "pocket://"
 """Source of the embedded model; with a name behind it, the source of one of its adapters."""
@@ -67,12 +68,12 @@ DEMO_MESSAGES = {
 
 def demo_path() -> Path:
     """Path of the manifest that `lockstep demo` serves. In ``demo.yaml`` beside it, specialists are personas."""
-    return Path(str(files("lockstep.pocket").joinpath("demo-adapters.yaml")))
+    return _FOLDER / "demo-adapters.yaml"
 
 
 def pocket_path() -> Path:
     """Path of the artifact, a GGUF file of at most 8 MB."""
-    return Path(str(files("lockstep.pocket").joinpath("pocket.gguf")))
+    return _FOLDER / "pocket.gguf"
 
 
 def adapter_path(source: str) -> Path:
@@ -92,4 +93,4 @@ def adapter_path(source: str) -> Path:
             f"its adapters are {listed([SCHEME + each for each in ADAPTERS])}",
             path=source,
         )
-    return Path(str(files("lockstep.pocket").joinpath("adapters", f"{name}.gguf")))
+    return _FOLDER / "adapters" / f"{name}.gguf"
