@@ -151,12 +151,12 @@ class OracleModel:
         blocks = table[: -(-count // self.block_size)]
         found = [value for block in blocks for value in self.device[block]][:count]
         assert len(found) == count
-        assert None not in found, "attention reads a slot that nobody wrote"
+        assert None not in found, "attention reads a slot that was never written"
         return cast("list[bytes]", found)
 
     def _read(self, table: Sequence[int], position: int) -> bytes:
         value = self.device[table[position // self.block_size]][position % self.block_size]
-        assert value is not None, "attention reads a slot that nobody wrote"
+        assert value is not None, "attention reads a slot that was never written"
         return value
 
     def _check_rows(self, plan: StepPlan) -> None:

@@ -258,7 +258,7 @@ def test_the_oracle_detects_a_lost_swap() -> None:
     try:
         loop.run()
     except AssertionError:
-        return  # it read a slot that nobody wrote
+        return  # it read a slot that was never written
     assert [loop.served[seq_id].output for seq_id in ids] != expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -103,19 +104,27 @@ def test_the_gate_reports_the_configuration_of_drafts_as_a_setting(folders: tupl
     assert engine["settings"] == {}
 
 
-def test_a_changed_number_of_drafts_is_a_difference(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    [path] = files_of(folders[1])
-    copied = tmp_path / path.name
+def rewritten(folder: Path, to: Path, change: Callable[[list[Entry]], None]) -> Path:
+    """A copy of the folder's only file with changed entries."""
+    [path] = files_of(folder)
+    copied = to / path.name
     copied.write_bytes(path.read_bytes())
+    rewrite_entries(copied, change)
+    return copied
 
+
+def first_proposed(entries: list[Entry]) -> tuple[int, Proposed]:
+    """The first entry with drafts, and its place."""
+    return next((place, entry) for place, entry in enumerate(entries) if isinstance(entry, Proposed))
+
+
+def test_a_changed_number_of_drafts_is_a_difference(folders: tuple[Path, Path], tmp_path: Path) -> None:
     def change(entries: list[Entry]) -> None:
-        place = next(place for place, entry in enumerate(entries) if isinstance(entry, Proposed))
-        entry = entries[place]
-        assert isinstance(entry, Proposed)
+        place, entry = first_proposed(entries)
         (seq_id, count), *rest = entry.drafts
         entries[place] = Proposed(entry.engine, entry.step, ((seq_id, count + 1), *rest), entry.tokens)
 
-    rewrite_entries(copied, change)
+    copied = rewritten(folders[1], tmp_path, change)
     verification = verify(open_trace(copied))
     assert not verification.is_identical
 
@@ -125,14 +134,9 @@ def test_a_command_that_the_scheduler_never_accepts_is_a_difference(
     folders: tuple[Path, Path], tmp_path: Path, kind: type[Command]
 ) -> None:
     """No drafts; a KV group that the model does not have; more blocks than the sequence can get."""
-    [path] = files_of(folders[1])
-    copied = tmp_path / path.name
-    copied.write_bytes(path.read_bytes())
 
     def change(entries: list[Entry]) -> None:
-        place = next(place for place, entry in enumerate(entries) if isinstance(entry, Proposed))
-        entry = entries[place]
-        assert isinstance(entry, Proposed)
+        place, entry = first_proposed(entries)
         engine, step, seq_id = entry.engine, entry.step, entry.drafts[0][0]
         commands: tuple[Command, ...] = (
             Proposed(engine, step, ((seq_id, 0),)),
@@ -141,15 +145,12 @@ def test_a_command_that_the_scheduler_never_accepts_is_a_difference(
         )
         entries.insert(place, next(command for command in commands if isinstance(command, kind)))
 
-    rewrite_entries(copied, change)
+    copied = rewritten(folders[1], tmp_path, change)
     assert not verify(open_trace(copied)).is_identical
 
 
 def test_a_wrong_recorded_draft_is_a_difference_for_execution(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Drafts are decided again."""
-    [path] = files_of(folders[1])
-    copied = tmp_path / path.name
-    copied.write_bytes(path.read_bytes())
 
     def change(entries: list[Entry]) -> None:
         for place, entry in enumerate(entries):
@@ -157,7 +158,7 @@ def test_a_wrong_recorded_draft_is_a_difference_for_execution(folders: tuple[Pat
                 tokens = tuple([(each[0] + 1, *each[1:]) for each in entry.tokens])
                 entries[place] = Proposed(entry.engine, entry.step, entry.drafts, tokens)
 
-    rewrite_entries(copied, change)
+    copied = rewritten(folders[1], tmp_path, change)
     [execution] = execute(open_trace(copied), "pocket://")
     assert execution.diverged is not None
     assert "drafts" in execution.diverged.what
